@@ -1,0 +1,62 @@
+"""Lossless speculative decoding: exact by construction, proven by enumeration, audited end to end.
+
+The public names, each imported when it is first used: `import draftproof` costs nothing.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from draftproof.core.law import Law, Vocab, overlap, residual, total_variation
+    from draftproof.core.noise import Noise, Site
+    from draftproof.core.sampling import Sampling, warp
+    from draftproof.core.types import PAD, Deviation, Draft, History, Inexact, Verdict
+    from draftproof.verify import RULES, Verifier
+
+__version__: Final = "0.1.0"
+
+_HOME: Final = {
+    **dict.fromkeys(("Law", "Vocab", "overlap", "residual", "total_variation"), "core.law"),
+    **dict.fromkeys(("Noise", "Site"), "core.noise"),
+    **dict.fromkeys(("Sampling", "warp"), "core.sampling"),
+    **dict.fromkeys(("PAD", "Deviation", "Draft", "History", "Inexact", "Verdict"), "core.types"),
+    **dict.fromkeys(("RULES", "Verifier"), "verify"),
+}
+
+__all__ = [  # noqa: RUF022  (by layer)
+    "Law", "Vocab", "overlap", "residual", "total_variation", "Noise", "Site", "Sampling", "warp",
+    "PAD", "Deviation", "Draft", "History", "Inexact", "Verdict", "RULES", "Verifier", "verify", "lossy",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"draftproof.{_HOME[name]}"), name)
+    if name == "lossy":
+        return import_module("draftproof.verify.lossy")
+    raise AttributeError(f"module 'draftproof' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
+class _Public(ModuleType):
+    """Lets a function have the name of the folder it is the door of.
+
+    The import system binds a folder's module to the package when it is first imported, which would hide the function
+    behind the module or not, depending on who imported what. A property is not overwritten.
+    """
+
+    @property
+    def verify(self) -> Any:
+        return import_module("draftproof.verify.entrance").verify
+
+    @verify.setter
+    def verify(self, folder: ModuleType) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Public

@@ -1,0 +1,107 @@
+"""Temperature, top-k, top-p and min-p, as the numbers of a law: scale, cutoff, log-sum-exp, point."""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.core.law import log_sum_exp
+from draftproof.core.types import PAD
+
+WIDTHS = (64, 1024)
+"""How many of the largest logits are sorted to find a nucleus before the whole row is: most need few."""
+
+Numbers = tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"], Int[Tensor, " N"]]
+Cut = tuple[Float[Tensor, " N"], Float[Tensor, " N"]]
+
+
+def settle(
+    logits: Float[Tensor, "N R"], temperature: float, top_k: int | None, top_p: float, min_p: float
+) -> Numbers:
+    """Scale, cutoff, log-sum-exp and point of each row. The log-sum-exp is NaN where a row is no law."""
+    peak = logits.amax(-1)
+    sound = torch.isfinite(peak)  # NaN and +inf show in the peak; −inf means that nothing is allowed
+    point = torch.full(peak.shape, PAD, dtype=torch.long, device=peak.device)
+    scale = torch.ones_like(peak, dtype=torch.float64)
+    if temperature == 0:
+        lse = torch.where(sound, 0.0, math.nan).double()
+        return scale, torch.full_like(peak, -math.inf), lse, logits.argmax(-1)
+    inverse = 1.0 / temperature
+    cutoff, lse = _cut(logits, inverse, peak, top_k, top_p, min_p)
+    return scale * inverse, cutoff, lse.masked_fill(~sound, math.nan), point
+
+
+def _cut(
+    logits: Float[Tensor, "N R"],
+    scale: float,
+    peak: Float[Tensor, " N"],
+    top_k: int | None,
+    top_p: float,
+    min_p: float,
+) -> Cut:
+    R = logits.shape[-1]
+    floor = (peak.double() + math.log(min_p) / scale).to(peak.dtype) if min_p > 0 else peak - math.inf
+    if top_k is not None and top_k < R:
+        values = logits.topk(top_k + 1).values
+        return _cut_sorted(values[:, :top_k], _ties(logits, values), scale, top_p, floor)
+    if top_p == 1:
+        return floor, log_sum_exp(logits, scale, peak, floor if min_p > 0 else None)
+    return _nucleus(logits, scale, log_sum_exp(logits, scale, peak) - scale * peak.double(), top_p, floor)
+
+
+def _ties(logits: Float[Tensor, "N R"], values: Float[Tensor, "N K"]) -> Int[Tensor, " N"]:
+    """How many logits beyond the k largest equal the k-th; `values` are the k + 1 largest."""
+    kth = values[:, -2]
+    extra = torch.zeros(len(values), dtype=torch.long, device=values.device)
+    tied = (kth == values[:, -1]).nonzero()[:, 0]
+    if len(tied):
+        extra[tied] = (logits[tied] >= kth[tied, None]).sum(-1) - (values.shape[-1] - 1)
+    return extra
+
+
+def _cut_sorted(
+    values: Float[Tensor, "N K"],
+    ties: Int[Tensor, " N"],
+    scale: float,
+    top_p: float,
+    floor: Float[Tensor, " N"],
+) -> Cut:
+    """Cutoff and log-sum-exp where `values`, falling, and `ties` more that equal the last are all there is."""
+    weights = ((values - values[:, :1]).double() * scale).exp()
+    beyond = ties * weights[:, -1]
+    total = weights.sum(-1) + beyond
+    kept = (
+        weights.cumsum(-1) - weights < top_p * total[:, None]
+    )  # the mass before it does not reach top_p yet
+    cutoff = values.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0].maximum(floor)
+    mass = weights.masked_fill(values < cutoff[:, None], 0.0).sum(-1)
+    mass = mass + beyond.masked_fill(values[:, -1] < cutoff, 0.0)
+    return cutoff, scale * values[:, 0].double() + mass.log()
+
+
+def _nucleus(
+    logits: Float[Tensor, "N R"],
+    scale: float,
+    log_total: Float[Tensor, " N"],
+    top_p: float,
+    floor: Float[Tensor, " N"],
+) -> Cut:
+    """top-p over whole rows; `log_total` is the log-sum-exp relative to the peak."""
+    R = logits.shape[-1]
+    cutoff, lse = torch.empty_like(floor), torch.empty_like(log_total)
+    left = torch.arange(len(logits), device=logits.device)
+    for width in (*(w for w in WIDTHS if w < R), R):
+        values = logits[left].topk(width).values
+        weights = ((values - values[:, :1]).double() * scale).exp()
+        kept = weights.cumsum(-1) - weights < top_p * log_total[left, None].exp()
+        edge = values.gather(-1, kept.sum(-1, keepdim=True).clamp_min(1) - 1)[:, 0]
+        found = (values[:, -1] < edge) | (width == R)  # all that equals the edge has been seen
+        rows = left[found]
+        cutoff[rows] = edge[found].maximum(floor[rows])
+        mass = weights[found].masked_fill(values[found] < cutoff[rows, None], 0.0).sum(-1)
+        lse[rows] = scale * values[found, 0].double() + mass.log()
+        left = left[~found]
+        if not len(left):
+            break
+    return cutoff, lse

@@ -1,0 +1,128 @@
+"""How a request wants its tokens drawn, and how that turns logits into a law."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from draftproof.core.edits import edited
+from draftproof.core.filters import settle
+from draftproof.core.law import Law, Vocab
+from draftproof.core.types import Draft, History
+
+NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The sampling parameters of one request, under the names and definitions the field uses.
+
+    temperature         0 is greedy: the most likely token, the first one where several are
+    top_k               only the k most likely tokens; None is off
+    top_p               only the most likely tokens that together reach this mass; 1 is off
+    min_p               only tokens at least this fraction as likely as the most likely one; 0 is off
+    repetition_penalty  divides positive and multiplies negative logits of tokens seen in prompt or output; 1 is off
+    presence_penalty    subtracted from the logits of tokens seen in the output; 0 is off
+    frequency_penalty   subtracted once for each time a token was seen in the output; 0 is off
+    logit_bias          added to the logits of these tokens
+    seed                makes the request reproducible; None draws one
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: NO_BIAS)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_number("temperature", 0.0, math.inf, "0 is greedy")
+        if self.top_k is not None and (not _whole(self.top_k) or self.top_k < 1):
+            raise ValueError(f"top_k must be None (off) or a whole number ≥ 1; got {self.top_k!r}")
+        self._check_number("top_p", 0.0, 1.0, "1 is off", above=True)
+        self._check_number("min_p", 0.0, 1.0, "0 is off")
+        self._check_number("repetition_penalty", 0.0, math.inf, "1 is off", above=True)
+        self._check_number("presence_penalty", -math.inf, math.inf, "0 is off")
+        self._check_number("frequency_penalty", -math.inf, math.inf, "0 is off")
+        for token, bias in self.logit_bias.items():
+            if not _whole(token) or token < 0 or math.isnan(bias) or bias == math.inf:
+                raise ValueError(
+                    f"logit_bias maps token ids ≥ 0 to numbers below infinity; got {{{token!r}: {bias!r}}}"
+                )
+        if self.seed is not None and (not _whole(self.seed) or not -(2**63) <= self.seed < 2**63):
+            raise ValueError(f"seed must be None or a whole number of 64 bits; got {self.seed!r}")
+
+    def _check_number(self, name: str, low: float, high: float, hint: str, *, above: bool = False) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or not low <= value <= high or (above and value == low):
+            left = f"({low:g}" if above or low == -math.inf else f"[{low:g}"
+            right = f"{high:g})" if high == math.inf else f"{high:g}]"
+            raise ValueError(f"{name} must be a number in {left}, {right} ({hint}); got {value!r}")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the law depends on what was seen before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def neutral(self) -> bool:
+        """Whether the law is the model's own softmax. The seed does not matter."""
+        return all(
+            getattr(self, f.name) == getattr(_NEUTRAL, f.name) for f in fields(self) if f.name != "seed"
+        )
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_NEUTRAL = Sampling()
+
+
+def warp(
+    logits: Float[Tensor, "B J R"],
+    samplings: Sequence[Sampling],
+    history: Sequence[History] | None = None,
+    draft: Draft | None = None,
+    allowed: Bool[Tensor, "B J R"] | None = None,
+    vocab: Vocab | None = None,
+) -> Law:
+    """The laws from which plain decoding would draw at every scored position.
+
+    In transformers' order: bias; penalties, at every position with the drafted tokens before it counted as seen (at
+    a tree node: its ancestors); the allowed tokens; temperature; top-k; top-p on what top-k left; min-p. Ties at a
+    cutoff are kept. Position 0 follows the history, position i + 1 follows draft slot i.
+
+    Where a row has no bias, no penalty and no mask its logits are not copied.
+    """
+    if len(samplings) != len(logits):
+        raise ValueError(
+            f"samplings must have one entry a row: {len(logits)} rows, {len(samplings)} samplings"
+        )
+    if not logits.is_floating_point():
+        raise ValueError(f"logits must be floating point; got {logits.dtype}")
+    logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    logits = edited(logits, samplings, history, draft, vocab)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    shapes = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings}
+    if len(shapes) == 1:  # the usual batch: all rows at once
+        parts = settle(logits.flatten(0, 1), *shapes.pop())
+        scale, cutoff, lse, point = (part.unflatten(0, logits.shape[:2]) for part in parts)
+    else:
+        each = [
+            settle(x, s.temperature, s.top_k, s.top_p, s.min_p)
+            for x, s in zip(logits, samplings, strict=True)
+        ]
+        scale, cutoff, lse, point = (torch.stack(parts) for parts in zip(*each, strict=True))
+    if vocab is not None:
+        point = torch.where(point >= 0, vocab.ids[point.clamp_min(0)], point)
+    return Law(logits, scale, cutoff, lse, point, vocab)

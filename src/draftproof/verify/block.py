@@ -1,0 +1,81 @@
+"""Block verification: judge the draft as a whole, and keep on average more than token by token, never less.
+
+Sun et al. 2024, "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444), algorithm 2. With
+w₀ = 1, wᵢ = min(1, wᵢ₋₁ · p(xᵢ)/q(xᵢ)), keeping exactly i tokens is tried from the deepest i down and succeeds with
+probability hᵢ = Zᵢ / (Zᵢ + 1 − wᵢ), where Zᵢ = Σ max(0, wᵢ·p − q) is the mass of what closes it; w itself where the
+draft ends; 1 at i = 0. Rows of logits are visited only where the scan gets to.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.core.closing import close
+from draftproof.core.draw import chunk_sums
+from draftproof.core.law import Law, normalise
+from draftproof.core.noise import Noise
+from draftproof.core.types import Draft, Verdict
+from draftproof.verify.chain import excess, log_ratios, refuse_inexact, verdict
+from draftproof.verify.judgement import Judgement
+from draftproof.verify.token import token
+
+
+def block(p: Law, draft: Draft, noise: Noise) -> Verdict:
+    refuse_inexact(draft, "block")
+    if draft.law is None:
+        return token(p, draft, noise)  # under a point mass w never exceeds 1, and the two rules are one
+    log_weight = log_weights(p, draft)
+    coins = torch.nn.functional.pad(noise.coins(draft.tokens.shape[1]), (1, 0))  # node 0 needs none
+    rows, at = torch.arange(len(draft.lengths), device=draft.lengths.device), draft.lengths
+    accepted = torch.zeros_like(draft.lengths)
+    stops = coins[rows, at].log() < log_weight[rows, at]
+    accepted[stops] = at[stops]
+    stopped, weights = [rows[stops]], [p.at(rows[stops], at[stops]).probs()]
+    while len(rows := rows[~stops]):
+        at = at[~stops] - 1
+        chance, spare = station(p, draft, log_weight[rows, at], rows, at)
+        stops = coins[rows, at] < chance
+        accepted[rows[stops]] = at[stops]
+        stopped.append(rows[stops])
+        weights.append(spare[stops])
+    order = torch.cat(stopped)
+    closing = torch.empty_like(accepted)
+    closing[order] = close(torch.cat(weights), noise.take(order))
+    return verdict(draft, accepted, closing)
+
+
+def judge(p: Law, draft: Draft) -> Judgement:
+    """Every station, from the end of the draft down to the root; a short draft's last stations are never reached."""
+    log_weight = log_weights(p, draft)
+    rows, at = torch.arange(len(draft.lengths), device=draft.lengths.device), draft.lengths
+    nodes, chances, laws = [at], [log_weight[rows, at].exp()], [p.at(rows, at).probs()]
+    for _ in range(draft.tokens.shape[1]):
+        at = (at - 1).clamp_min(0)
+        chance, spare = station(p, draft, log_weight[rows, at], rows, at)
+        nodes.append(at)
+        chances.append(chance)
+        laws.append(normalise(spare, spare))
+    return Judgement(torch.stack(nodes, 1), torch.stack(chances, 1), torch.stack(laws, 1))
+
+
+def log_weights(p: Law, draft: Draft) -> Float[Tensor, "B J"]:
+    """log w₀ … log w_K: the walk of the log-ratios, never above 0."""
+    weight = torch.zeros_like(p.lse[:, 0])
+    walk = [weight]
+    for step in log_ratios(p, draft).unbind(1):
+        weight = (weight + step).clamp_max(0)
+        walk.append(weight)
+    return torch.stack(walk, 1)
+
+
+def station(
+    p: Law, draft: Draft, log_weight: Float[Tensor, " N"], rows: Int[Tensor, " N"], at: Int[Tensor, " N"]
+) -> tuple[Float[Tensor, " N"], Float[Tensor, "N V"]]:
+    """Inside a draft: the chance of stopping here, if nothing deeper did, and what the closing token is drawn from."""
+    spare = excess(p.at(rows, at).probs(), draft, rows, at, log_weight.exp())
+    mass = chunk_sums(spare).double().sum(-1)
+    gap = -torch.expm1(log_weight)  # 1 − w without cancellation
+    chance = (mass / (mass + gap).clamp_min(torch.finfo(mass.dtype).tiny)).masked_fill(at == 0, 1.0)
+    if bool((mass <= 0).any()):  # nothing is missing: only rounding leads here, and then p is right
+        spare = torch.where(mass[:, None] > 0, spare, p.at(rows, at).probs())
+    return chance, spare

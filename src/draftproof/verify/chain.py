@@ -1,0 +1,91 @@
+"""What the chain rules share: a draft's own law at a place, what is left of p there, and how a verdict is written."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from draftproof.core.law import Law
+from draftproof.core.types import PAD, Draft, Inexact, Verdict
+
+
+def refuse_inexact(draft: Draft, rule: str) -> None:
+    """Refuse what this chain rule would get wrong."""
+    if draft.parents is not None:
+        raise Inexact(
+            f'rule="{rule}" verifies chains, and this draft is a tree (it has parents): use rule="tree"'
+        )
+    if draft.shared_noise:
+        raise Inexact(
+            f'this draft was drawn with the target\'s own noise; under rule="{rule}" that is a bias. '
+            'Use rule="coupled", or draw the draft with DRAFT noise'
+        )
+
+
+def real(draft: Draft) -> Bool[Tensor, "B K"]:
+    """Which slots hold a token."""
+    return torch.arange(draft.tokens.shape[1], device=draft.tokens.device) < draft.lengths[:, None]
+
+
+def log_ratios(p: Law, draft: Draft) -> Float[Tensor, "B K"]:
+    """log p(x) − log q(x) of every drafted token x; q is 1 where it was chosen."""
+    K = draft.tokens.shape[1]
+    head = Law(p.logits[:, :K], p.scale[:, :K], p.cutoff[:, :K], p.lse[:, :K], p.point[:, :K], p.vocab)
+    log_p = head.log_prob(draft.tokens)
+    if draft.law is None:
+        return log_p
+    log_q = draft.law.log_prob(draft.tokens)
+    if draft.drawn is not None:
+        log_q = log_q.masked_fill(~draft.drawn, 0.0)
+    return torch.where(
+        torch.isneginf(log_p), log_p, log_p - log_q
+    )  # 0/0: an impossible token stays impossible
+
+
+def draft_probs(
+    draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], like: Tensor
+) -> Float[Tensor, "N V"]:
+    """q at these places, dense: the declared law, or a point mass on a chosen token."""
+    if draft.law is not None and draft.drawn is None:
+        return draft.law.at(rows, at).probs()
+    dense = torch.zeros_like(like).scatter_(-1, draft.tokens[rows, at].clamp_min(0)[:, None], 1.0)
+    if draft.law is None or draft.drawn is None:
+        return dense
+    return torch.where(draft.drawn[rows, at][:, None], draft.law.at(rows, at).probs(), dense)
+
+
+def draft_prob_of(
+    draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], tokens: Int[Tensor, "N M"]
+) -> Float[Tensor, "N M"]:
+    """q of several tokens at each of these places."""
+    chosen = (tokens == draft.tokens[rows, at][:, None]).double()
+    if draft.law is None:
+        return chosen
+    drawn = draft.law.at(rows, at).log_probs(tokens).exp()
+    return drawn if draft.drawn is None else torch.where(draft.drawn[rows, at][:, None], drawn, chosen)
+
+
+def excess(
+    p: Float[Tensor, "N V"],
+    draft: Draft,
+    rows: Int[Tensor, " N"],
+    at: Int[Tensor, " N"],
+    weight: Tensor | None = None,
+) -> Float[Tensor, "N V"]:
+    """max(0, w·p − q) at these places; q is 0 behind the end of a draft. `p` is written over."""
+    if weight is not None:
+        p.mul_(weight.to(p.dtype)[:, None])
+    inside = at < draft.lengths[rows]
+    if draft.tokens.shape[1] == 0 or not bool(inside.any()):
+        return p
+    q = draft_probs(draft, rows, at.clamp_max(draft.tokens.shape[1] - 1), p)
+    if not bool(inside.all()):
+        q.masked_fill_(~inside[:, None], 0.0)
+    return p.sub_(q).clamp_min_(0)
+
+
+def verdict(draft: Draft, accepted: Int[Tensor, " B"], closing: Int[Tensor, " B"]) -> Verdict:
+    """The kept tokens, the closing one, then PAD."""
+    tokens = torch.nn.functional.pad(draft.tokens, (0, 1), value=PAD)
+    beyond = torch.arange(tokens.shape[1], device=tokens.device) >= accepted[:, None]
+    tokens = tokens.masked_fill(beyond, PAD).scatter_(1, accepted[:, None], closing[:, None])
+    return Verdict(tokens, accepted)

@@ -1,0 +1,73 @@
+"""Token verification: keep each draft token with probability min(1, p/q), stop at the first miss.
+
+Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
+"""
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from draftproof.core.closing import TRIALS, close, thin
+from draftproof.core.law import Law, normalise
+from draftproof.core.noise import Noise
+from draftproof.core.types import PAD, Draft, Verdict
+from draftproof.verify.chain import draft_prob_of, excess, log_ratios, real, refuse_inexact, verdict
+from draftproof.verify.judgement import Judgement
+
+
+def token(p: Law, draft: Draft, noise: Noise) -> Verdict:
+    refuse_inexact(draft, "token")
+    # log u < log p/q, strict and with u in [0, 1): what p cannot say is never kept, not even by a coin of 0
+    kept = noise.coins(draft.tokens.shape[1]).log() < log_ratios(p, draft)
+    accepted = leading(kept & real(draft))
+    return verdict(draft, accepted, closing(p, draft, accepted, noise))
+
+
+def judge(p: Law, draft: Draft) -> Judgement:
+    """Every station in draft order: stop before token i with 1 − min(1, p/q), behind the last for certain."""
+    B, K = draft.tokens.shape
+    keep = log_ratios(p, draft).clamp_max(0).exp().masked_fill(~real(draft), 0.0)
+    chance = torch.cat([1 - keep, keep.new_ones(B, 1)], 1)
+    node = torch.arange(K + 1, device=chance.device).expand(B, K + 1)
+    rows = torch.arange(B, device=chance.device)
+    laws = []
+    for i in range(K + 1):
+        here = p.at(rows, node[:, i]).probs()
+        laws.append(normalise(excess(here.clone(), draft, rows, node[:, i]), here))
+    return Judgement(node, chance, torch.stack(laws, 1))
+
+
+def closing(p: Law, draft: Draft, accepted: Int[Tensor, " B"], noise: Noise) -> Int[Tensor, " B"]:
+    """The closing token: from the residual where a token was rejected, from p where none was."""
+    rows = torch.arange(len(accepted), device=accepted.device)
+    here = p.at(rows, accepted).probs()
+    missed = (accepted < draft.lengths).nonzero()[:, 0]
+    if not len(missed):
+        return close(here, noise)
+    if len(missed) == len(rows):
+        return _residual(here, draft, rows, accepted, noise)
+    whole = (accepted == draft.lengths).nonzero()[:, 0]
+    tokens = torch.empty_like(accepted)
+    tokens[whole] = close(here[whole], noise.take(whole))
+    tokens[missed] = _residual(here[missed], draft, missed, accepted[missed], noise.take(missed))
+    return tokens
+
+
+def _residual(
+    here: Tensor, draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], noise: Noise
+) -> Int[Tensor, " N"]:
+    """A draw from norm(max(0, p − q)): by thinning, and in full where no trial stood."""
+    tokens = thin(here, lambda some, x: draft_prob_of(draft, rows[some], at[some], x), noise)
+    left = (tokens == PAD).nonzero()[:, 0]
+    if len(left):
+        spare = excess(here[left], draft, rows[left], at[left])
+        spare = torch.where(
+            spare.sum(-1, keepdim=True) > 0, spare, here[left]
+        )  # no mass: p = q up to rounding
+        tokens[left] = close(spare, noise.take(left), lane=TRIALS)
+    return tokens
+
+
+def leading(kept: Bool[Tensor, "B K"]) -> Int[Tensor, " B"]:
+    """Length of the run of True at the head of each row."""
+    return kept.long().cumprod(-1).sum(-1)
