@@ -13,9 +13,7 @@ CHUNK = 512
 """Tokens in a chunk. Part of the contract: another size would give other tokens for the same noise."""
 
 
-def draw(
-    weights: Float[Tensor, "B V"], first: Float[Tensor, " B"], second: Float[Tensor, " B"]
-) -> Int[Tensor, " B"]:
+def draw(weights: Float[Tensor, "B V"], first: Float[Tensor, " B"], second: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
     """One token a row, with probability proportional to its weight; never one of weight 0."""
     chunk = invert(chunk_sums(weights), first[:, None])
     return chunk[:, 0] * CHUNK + invert(chunk_weights(weights, chunk)[:, 0], second[:, None])[:, 0]
@@ -24,7 +22,7 @@ def draw(
 def chunk_sums(weights: Float[Tensor, "*B V"]) -> Float[Tensor, "*B C"]:
     """The sum of each chunk; the last may be short."""
     whole = weights.shape[-1] // CHUNK * CHUNK
-    sums = weights[..., :whole].unflatten(-1, (-1, CHUNK)).sum(-1)
+    sums: Tensor = weights[..., :whole].unflatten(-1, (-1, CHUNK)).sum(-1)
     if whole == weights.shape[-1]:
         return sums
     return torch.cat([sums, weights[..., whole:].sum(-1, keepdim=True)], -1)

@@ -16,9 +16,7 @@ Numbers = tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"], I
 Cut = tuple[Float[Tensor, " N"], Float[Tensor, " N"]]
 
 
-def settle(
-    logits: Float[Tensor, "N R"], temperature: float, top_k: int | None, top_p: float, min_p: float
-) -> Numbers:
+def settle(logits: Float[Tensor, "N R"], temperature: float, top_k: int | None, top_p: float, min_p: float) -> Numbers:
     """Scale, cutoff, log-sum-exp and point of each row. The log-sum-exp is NaN where a row is no law."""
     peak = logits.amax(-1)
     sound = torch.isfinite(peak)  # NaN and +inf show in the peak; −inf means that nothing is allowed
@@ -71,9 +69,7 @@ def _cut_sorted(
     weights = ((values - values[:, :1]).double() * scale).exp()
     beyond = ties * weights[:, -1]
     total = weights.sum(-1) + beyond
-    kept = (
-        weights.cumsum(-1) - weights < top_p * total[:, None]
-    )  # the mass before it does not reach top_p yet
+    kept = weights.cumsum(-1) - weights < top_p * total[:, None]  # the mass before it does not reach top_p yet
     cutoff = values.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0].maximum(floor)
     mass = weights.masked_fill(values < cutoff[:, None], 0.0).sum(-1)
     mass = mass + beyond.masked_fill(values[:, -1] < cutoff, 0.0)

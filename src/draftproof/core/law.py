@@ -30,10 +30,8 @@ class Vocab:
 
     @classmethod
     def of(cls, ids: Int[Tensor, " R"], V: int) -> "Vocab":
-        if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < V):
-            raise ValueError(
-                f"draft_ids must lie in [0, {V}), the target's vocabulary; got up to {int(ids.max())}"
-            )
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= V):
+            raise ValueError(f"draft_ids must lie in [0, {V}), the target's vocabulary; got up to {int(ids.max())}")
         if len(ids.unique()) != len(ids):
             raise ValueError("draft_ids names a token twice; each entry of the draft vocabulary is one token")
         entry = torch.full((V,), PAD, dtype=torch.long, device=ids.device)
@@ -56,6 +54,18 @@ class Law:
     lse: Float[Tensor, "*B"]
     point: Int[Tensor, "*B"]
     vocab: Vocab | None = None
+
+    @classmethod
+    def of(cls, probs: Float[Tensor, "*B V"]) -> "Law":
+        """The law with these probabilities, or with these weights normalised."""
+        lse = probs.double().sum(-1).log()
+        return cls(
+            probs.log(),
+            torch.ones_like(lse),
+            torch.full_like(lse, -torch.inf, dtype=probs.dtype),
+            lse.masked_fill(~torch.isfinite(lse), torch.nan),
+            torch.full_like(lse, PAD, dtype=torch.long),
+        )
 
     @property
     def vocab_size(self) -> int:

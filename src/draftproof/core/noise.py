@@ -24,9 +24,7 @@ class Site(IntEnum):
     ACCEPT = 1  # the coin for the j-th draft token
     CLOSE = 2  # where the closing token falls; lane: the trial
     THIN = 3  # whether a trial for the closing token stands; lane: the trial
-    POSITION = (
-        4  # the race for the token at an absolute position: only what `coupled` and plain decoding draw
-    )
+    POSITION = 4  # the race for the token at an absolute position: only what `coupled` and plain decoding draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +39,15 @@ class Noise:
 
     seeds: Int[Tensor, " B"]
     starts: Int[Tensor, " B"]
+    shared: bool = False
+    """Handed to a drafter under `coupled`: it is to draw with the target's own noise (`core.race.propose`)."""
 
     def take(self, rows: Int[Tensor, " N"]) -> "Noise":
-        return Noise(self.seeds[rows], self.starts[rows])
+        return Noise(self.seeds[rows], self.starts[rows], self.shared)
 
     def shifted(self, by: int) -> "Noise":
         """The noise `by` tokens further on. Only POSITION noise may be asked for there."""
-        return Noise(self.seeds, self.starts + by)
+        return Noise(self.seeds, self.starts + by, self.shared)
 
     def coins(self, K: int) -> Float[Tensor, "B K"]:
         """The acceptance coins: uniform on [0, 1)."""
@@ -58,9 +58,7 @@ class Noise:
         a, b, _, _ = self.words(site, lanes, j)
         return unit(a, b)
 
-    def pair(
-        self, site: Site, lanes: Tensor, j: int = 0
-    ) -> tuple[Float[Tensor, "B N"], Float[Tensor, "B N"]]:
+    def pair(self, site: Site, lanes: Tensor, j: int = 0) -> tuple[Float[Tensor, "B N"], Float[Tensor, "B N"]]:
         """Two numbers a lane: a draw in two steps wants 53 bits for each."""
         a, b, c, d = self.words(site, lanes, j)
         return unit(a, b), unit(c, d)
@@ -72,9 +70,7 @@ class Noise:
     def words(self, site: Site, lanes: Tensor, j: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The four 32-bit words at counter (lane, j, start, site), as int64 [B, N]."""
         if lanes.device.type != "cpu":
-            counter = torch.empty(
-                (4, len(self.seeds), lanes.shape[-1]), dtype=torch.int64, device=lanes.device
-            )
+            counter = torch.empty((4, len(self.seeds), lanes.shape[-1]), dtype=torch.int64, device=lanes.device)
             counter[0], counter[1], counter[2], counter[3] = lanes, j, self.starts[:, None], int(site)
             return philox(counter, torch.stack([self.seeds & MASK, (self.seeds >> 32) & MASK])[..., None])
         # numpy's small operations cost a quarter of torch's, and a round needs a few numbers only
@@ -97,12 +93,11 @@ def philox(counter: Any, key: Any) -> tuple[Any, Any, Any, Any]:
     like unsigned ones: only their low 64 bits are looked at, and the mask takes the sign back off.
     """
     even, odd = counter[0::2], counter[1::2]
-    if isinstance(counter, np.ndarray):
-        multipliers, keys = _MULTIPLIERS, (key + _WEYL) & MASK
-    else:
-        multipliers = torch.from_numpy(_MULTIPLIERS).to(counter.device)
-        keys = (key + torch.from_numpy(_WEYL).to(counter.device)) & MASK
-    for k in keys:
+    multipliers: Any = _MULTIPLIERS
+    weyl: Any = _WEYL
+    if isinstance(counter, Tensor):
+        multipliers, weyl = (torch.from_numpy(c).to(counter.device) for c in (multipliers, weyl))
+    for k in (key + weyl) & MASK:
         product = even * multipliers
         even, odd = _swap((product >> 32) & MASK) ^ odd ^ k, _swap(product & MASK)
     return even[0], odd[0], even[1], odd[1]

@@ -21,6 +21,11 @@ def race(law: Law, noise: Noise) -> Int[Tensor, " B"]:
     return run(law.probs(), noise)
 
 
+def propose(law: Law, noise: Noise, j: int) -> Int[Tensor, " B"]:
+    """A drafter's j-th token in each row: its own draw, or under `coupled` its own run of the target's race."""
+    return race(law, noise.shifted(j)) if noise.shared else law.draw(noise, Site.DRAFT, j)
+
+
 def run(weights: Float[Tensor, "B V"], noise: Noise) -> Int[Tensor, " B"]:
     sums = chunk_sums(weights)
     chunks = torch.arange(sums.shape[-1], device=sums.device)

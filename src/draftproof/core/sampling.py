@@ -75,9 +75,7 @@ class Sampling:
     @property
     def neutral(self) -> bool:
         """Whether the law is the model's own softmax. The seed does not matter."""
-        return all(
-            getattr(self, f.name) == getattr(_NEUTRAL, f.name) for f in fields(self) if f.name != "seed"
-        )
+        return all(getattr(self, f.name) == getattr(_NEUTRAL, f.name) for f in fields(self) if f.name != "seed")
 
 
 def _whole(value: object) -> bool:
@@ -104,9 +102,7 @@ def warp(
     Where a row has no bias, no penalty and no mask its logits are not copied.
     """
     if len(samplings) != len(logits):
-        raise ValueError(
-            f"samplings must have one entry a row: {len(logits)} rows, {len(samplings)} samplings"
-        )
+        raise ValueError(f"samplings must have one entry a row: {len(logits)} rows, {len(samplings)} samplings")
     if not logits.is_floating_point():
         raise ValueError(f"logits must be floating point; got {logits.dtype}")
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
@@ -118,10 +114,7 @@ def warp(
         parts = settle(logits.flatten(0, 1), *shapes.pop())
         scale, cutoff, lse, point = (part.unflatten(0, logits.shape[:2]) for part in parts)
     else:
-        each = [
-            settle(x, s.temperature, s.top_k, s.top_p, s.min_p)
-            for x, s in zip(logits, samplings, strict=True)
-        ]
+        each = [settle(x, s.temperature, s.top_k, s.top_p, s.min_p) for x, s in zip(logits, samplings, strict=True)]
         scale, cutoff, lse, point = (torch.stack(parts) for parts in zip(*each, strict=True))
     if vocab is not None:
         point = torch.where(point >= 0, vocab.ids[point.clamp_min(0)], point)

@@ -11,9 +11,7 @@ from draftproof.core.types import PAD, Draft, Inexact, Verdict
 def refuse_inexact(draft: Draft, rule: str) -> None:
     """Refuse what this chain rule would get wrong."""
     if draft.parents is not None:
-        raise Inexact(
-            f'rule="{rule}" verifies chains, and this draft is a tree (it has parents): use rule="tree"'
-        )
+        raise Inexact(f'rule="{rule}" verifies chains, and this draft is a tree (it has parents): use rule="tree"')
     if draft.shared_noise:
         raise Inexact(
             f'this draft was drawn with the target\'s own noise; under rule="{rule}" that is a bias. '
@@ -36,14 +34,10 @@ def log_ratios(p: Law, draft: Draft) -> Float[Tensor, "B K"]:
     log_q = draft.law.log_prob(draft.tokens)
     if draft.drawn is not None:
         log_q = log_q.masked_fill(~draft.drawn, 0.0)
-    return torch.where(
-        torch.isneginf(log_p), log_p, log_p - log_q
-    )  # 0/0: an impossible token stays impossible
+    return torch.where(torch.isneginf(log_p), log_p, log_p - log_q)  # 0/0: an impossible token stays impossible
 
 
-def draft_probs(
-    draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], like: Tensor
-) -> Float[Tensor, "N V"]:
+def draft_probs(draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], like: Tensor) -> Float[Tensor, "N V"]:
     """q at these places, dense: the declared law, or a point mass on a chosen token."""
     if draft.law is not None and draft.drawn is None:
         return draft.law.at(rows, at).probs()

@@ -17,9 +17,7 @@ from draftproof.verify.chain import verdict
 
 def coupled(p: Law, draft: Draft, noise: Noise) -> Verdict:
     if draft.parents is not None:
-        raise Inexact(
-            'rule="coupled" verifies chains, and this draft is a tree (it has parents): use rule="tree"'
-        )
+        raise Inexact('rule="coupled" verifies chains, and this draft is a tree (it has parents): use rule="tree"')
     accepted, closing = torch.zeros_like(draft.lengths), torch.zeros_like(draft.lengths)
     rows = torch.arange(len(accepted), device=accepted.device)
     for i in range(draft.tokens.shape[1] + 1):

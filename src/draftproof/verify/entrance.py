@@ -197,9 +197,7 @@ def _noise(
 def _column(name: str, value: Tensor | int, B: int, device: torch.device) -> Int[Tensor, " B"]:
     if isinstance(value, int):
         if name == "seeds" and B > 1:
-            raise ValueError(
-                f"seeds must be one for each of {B} rows: rows that share a seed share their coins"
-            )
+            raise ValueError(f"seeds must be one for each of {B} rows: rows that share a seed share their coins")
         return torch.full((B,), value, dtype=torch.long, device=device)
     _check_same_shape(name, value, (B,))
     return value.to(device=device, dtype=torch.long)

@@ -61,9 +61,7 @@ def _residual(
     left = (tokens == PAD).nonzero()[:, 0]
     if len(left):
         spare = excess(here[left], draft, rows[left], at[left])
-        spare = torch.where(
-            spare.sum(-1, keepdim=True) > 0, spare, here[left]
-        )  # no mass: p = q up to rounding
+        spare = torch.where(spare.sum(-1, keepdim=True) > 0, spare, here[left])  # no mass: p = q up to rounding
         tokens[left] = close(spare, noise.take(left), lane=TRIALS)
     return tokens
 

@@ -102,7 +102,8 @@ class Walk:
             rows, here = self._moving(node, is_station)
             if len(rows):
                 d = self.depth[rows, here]
-                yield Station(rows, here, self.weight[rows, d], self.law[rows, d])
+                chance = self.weight[rows, d].masked_fill(here == 0, 1.0)
+                yield Station(rows, here, chance, self.law[rows, d])
                 self._reject(*self._moving(node, is_station & (node > 0)))
             if not bool(self.going.any()):
                 return
@@ -129,7 +130,7 @@ class Walk:
         spare = law * w.to(law.dtype)[:, None]
         spare.sub_(draft_probs(self.draft, rows, node - 1, law)).clamp_min_(0)
         mass = spare.double().sum(-1)
-        self.weight[rows, d] = mass / (mass + 1 - w).clamp_min(torch.finfo(mass.dtype).tiny)
+        self.weight[rows, d] = mass / (mass + (1 - w)).clamp_min(torch.finfo(mass.dtype).tiny)
         self.law[rows, d] = normalise(spare, law)
 
 
@@ -151,9 +152,7 @@ def tours(draft: Draft) -> tuple[Int[Tensor, "B E"], Int[Tensor, "B J"]]:
     shapes = torch.cat([draft.lengths[:, None], chain if draft.parents is None else draft.parents], 1)
     if B > 1 and bool((shapes == shapes[:1]).all()):  # the usual batch: one shape for all
         tour, depth = _tour(shapes[0].tolist())
-        return torch.tensor(tour, device=device).expand(B, -1), torch.tensor(depth, device=device).expand(
-            B, -1
-        )
+        return torch.tensor(tour, device=device).expand(B, -1), torch.tensor(depth, device=device).expand(B, -1)
     unique, which = shapes.unique(dim=0, return_inverse=True)
     each = [_tour(shape) for shape in unique.tolist()]
     return tuple(torch.tensor(part, device=device)[which] for part in zip(*each, strict=True))  # type: ignore[return-value]
@@ -183,9 +182,7 @@ def _verdict(draft: Draft, node: Int[Tensor, " B"], closing: Int[Tensor, " B"]) 
     """The tokens on the way from the root to the node each row stopped at, and the slots they stand in."""
     B, K = draft.tokens.shape
     rows = torch.arange(B, device=node.device)
-    parents = (
-        torch.arange(-1, K - 1, device=node.device).expand(B, K) if draft.parents is None else draft.parents
-    )
+    parents = torch.arange(-1, K - 1, device=node.device).expand(B, K) if draft.parents is None else draft.parents
     slots, slot = [], node - 1
     for _ in range(K):  # from the node up to the root
         slots.append(slot)
