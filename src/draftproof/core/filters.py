@@ -16,7 +16,7 @@ Numbers = tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"], I
 Cut = tuple[Float[Tensor, " N"], Float[Tensor, " N"]]
 
 
-def settle(logits: Float[Tensor, "N R"], temperature: float, top_k: int | None, top_p: float, min_p: float) -> Numbers:
+def settle(logits: Float[Tensor, "N R"], temperature: int | float, top_k: int | None, top_p: int | float, min_p: int | float) -> Numbers:
     """Scale, cutoff, log-sum-exp and point of each row. The log-sum-exp is NaN where a row is no law."""
     peak = logits.amax(-1)
     sound = torch.isfinite(peak)  # NaN and +inf show in the peak; −inf means that nothing is allowed
@@ -35,8 +35,8 @@ def _cut(
     scale: float,
     peak: Float[Tensor, " N"],
     top_k: int | None,
-    top_p: float,
-    min_p: float,
+    top_p: int | float,
+    min_p: int | float,
 ) -> Cut:
     R = logits.shape[-1]
     floor = (peak.double() + math.log(min_p) / scale).to(peak.dtype) if min_p > 0 else peak - math.inf
@@ -62,25 +62,33 @@ def _cut_sorted(
     values: Float[Tensor, "N K"],
     ties: Int[Tensor, " N"],
     scale: float,
-    top_p: float,
+    top_p: int | float,
     floor: Float[Tensor, " N"],
 ) -> Cut:
     """Cutoff and log-sum-exp where `values`, falling, and `ties` more that equal the last are all there is."""
     weights = ((values - values[:, :1]).double() * scale).exp()
     beyond = ties * weights[:, -1]
     total = weights.sum(-1) + beyond
-    kept = weights.cumsum(-1) - weights < top_p * total[:, None]  # the mass before it does not reach top_p yet
-    cutoff = values.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0].maximum(floor)
+    edge = values[:, -1] if top_p == 1 else _edge(values, weights, top_p * total)
+    cutoff = edge.maximum(floor)
     mass = weights.masked_fill(values < cutoff[:, None], 0.0).sum(-1)
     mass = mass + beyond.masked_fill(values[:, -1] < cutoff, 0.0)
     return cutoff, scale * values[:, 0].double() + mass.log()
+
+
+def _edge(
+    values: Float[Tensor, "N K"], weights: Float[Tensor, "N K"], wanted: Float[Tensor, " N"]
+) -> Float[Tensor, " N"]:
+    """The last of the falling values before which the mass does not reach what is wanted yet; the first at least."""
+    kept = weights.cumsum(-1) - weights < wanted[:, None]
+    return values.gather(-1, kept.sum(-1, keepdim=True).clamp_min(1) - 1)[:, 0]
 
 
 def _nucleus(
     logits: Float[Tensor, "N R"],
     scale: float,
     log_total: Float[Tensor, " N"],
-    top_p: float,
+    top_p: int | float,
     floor: Float[Tensor, " N"],
 ) -> Cut:
     """top-p over whole rows; `log_total` is the log-sum-exp relative to the peak."""
@@ -90,8 +98,7 @@ def _nucleus(
     for width in (*(w for w in WIDTHS if w < R), R):
         values = logits[left].topk(width).values
         weights = ((values - values[:, :1]).double() * scale).exp()
-        kept = weights.cumsum(-1) - weights < top_p * log_total[left, None].exp()
-        edge = values.gather(-1, kept.sum(-1, keepdim=True).clamp_min(1) - 1)[:, 0]
+        edge = _edge(values, weights, top_p * log_total[left].exp())
         found = (values[:, -1] < edge) | (width == R)  # all that equals the edge has been seen
         rows = left[found]
         cutoff[rows] = edge[found].maximum(floor[rows])

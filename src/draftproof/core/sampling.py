@@ -14,7 +14,9 @@ from draftproof.core.filters import settle
 from draftproof.core.law import Law, Vocab
 from draftproof.core.types import Draft, History
 
-NO_BIAS: Mapping[int, float] = MappingProxyType({})
+Number = int | float
+
+NO_BIAS: Mapping[int, Number] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,14 @@ class Sampling:
     seed                makes the request reproducible; None draws one
     """
 
-    temperature: float = 1.0
+    temperature: Number = 1.0
     top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: NO_BIAS)
+    top_p: Number = 1.0
+    min_p: Number = 0.0
+    repetition_penalty: Number = 1.0
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+    logit_bias: Mapping[int, Number] = field(default_factory=lambda: NO_BIAS)
     seed: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,110 @@
+"""Drawing reaches everything it should and nothing it should not."""
+
+import pytest
+import torch
+from scipy.stats import binom
+
+from draftproof.core.closing import TRIALS, close, thin
+from draftproof.core.draw import CHUNK, chunk_sums, draw, invert
+from draftproof.core.law import residual
+from draftproof.core.noise import Noise, Site
+from draftproof.core.race import run
+from evidence import g_test
+
+ALPHA = 1e-6
+
+
+def noise(n, seed=0):
+    return Noise(torch.arange(n) + seed * 10_000_019, torch.full((n,), 11))
+
+
+def test_inverting_passes_over_zeros_and_never_leaves_the_weights():
+    weights = torch.tensor([[0.0, 1.0, 0.0, 3.0, 0.0]])
+    ends = torch.tensor([[0.0, 0.2499, 0.25, 1 - 2.0**-53, 1.0]], dtype=torch.float64)
+    assert invert(weights, ends).tolist() == [[1, 1, 3, 3, 3]]
+
+
+def test_chunk_sums_add_up_for_any_vocabulary():
+    for V in (1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7):
+        w = torch.rand(2, V, dtype=torch.float64)
+        assert chunk_sums(w).shape[-1] == -(-V // CHUNK)
+        torch.testing.assert_close(chunk_sums(w).sum(-1), w.sum(-1))
+
+
+def spread(V=1200, n=40, seed=1):
+    """A law whose mass lies in tokens of several chunks, with zeros in between."""
+    g = torch.Generator().manual_seed(seed)
+    p = torch.zeros(V)
+    p[torch.randperm(V, generator=g)[:n]] = torch.rand(n, generator=g).pow(2) + 0.01
+    return p / p.sum()
+
+
+def counts(sampler, p, S, batch=2_000):
+    """S draws, a batch at a time: each row looks into chunks of its own."""
+    tokens = torch.cat([sampler(p.expand(batch, -1), noise(batch, seed)) for seed in range(S // batch)])
+    return torch.bincount(tokens[tokens >= 0], minlength=len(p))
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("sampler", [close, run])
+def test_draws_have_the_law_of_the_weights_across_chunks(sampler):
+    """1e5 draws, 40 cells over 3 chunks: a bias of TV 0.015 shows at alpha with power > 0.9.
+
+    The control is the same counts against a law that is a little more peaked (TV about 0.03).
+    """
+    p = spread()
+    seen = counts(sampler, p, 100_000)
+    assert g_test(seen, p) > ALPHA
+    assert g_test(seen, p**1.1) < ALPHA
+
+
+@pytest.mark.statistical
+def test_thinning_has_the_law_of_the_residual():
+    """4e4 draws: TV 0.025 shows at alpha. The control tests them against p, where a skipped residual draws."""
+    p, q = spread(seed=1), spread(seed=2) * 0.5 + spread(seed=1) * 0.5
+
+    def thinned(rows, key):
+        return thin(rows, lambda some, x: q.double()[x], key)
+
+    seen = counts(thinned, p, 40_000, batch=500)
+    assert seen.sum() > 0.999 * 40_000  # TV is about 1/2, and 64 trials are made
+    assert g_test(seen, residual(p[None], q[None])[0]) > ALPHA
+    assert g_test(seen, p) < ALPHA
+
+
+def test_thinning_gives_up_where_nothing_is_left():
+    p = spread()[None]
+    assert thin(p, lambda rows, x: p.gather(-1, x).double(), noise(1)).tolist() == [-1]
+    assert TRIALS == 64
+
+
+def test_the_tail_of_a_large_vocabulary_is_reached():
+    """Half of 150 000 tokens share a mass of 5e-3: with 24-bit numbers most could never come.
+
+    2 000 draws: the count of tail tokens is binomial, and nearly all of them are different ones.
+    """
+    V, S, tail = 150_000, 2_000, 5e-3
+    p = torch.zeros(V)
+    p[: V // 2] = torch.arange(1, V // 2 + 1).float().pow(-1.2)
+    p[: V // 2] *= (1 - tail) / p[: V // 2].sum()
+    p[V // 2 :] = tail / (V - V // 2)
+    for sampler in (close, run):
+        tokens = torch.cat([sampler(p.expand(50, -1), noise(50, seed)) for seed in range(S // 50)])
+        hits = int((tokens >= V // 2).sum())
+        assert ALPHA / 2 < binom.cdf(hits, S, tail)
+        assert ALPHA / 2 < binom.sf(hits - 1, S, tail)
+        assert hits - len(tokens[tokens >= V // 2].unique()) <= 1
+
+
+def test_one_24_bit_number_would_leave_most_of_the_tail_out_of_reach():
+    """The control, without sampling: all 24-bit numbers that fall into a thin tail, put through one inverse CDF."""
+    V, tail = 150_000, 5e-4
+    p = torch.full((1, V), tail / (V - 1), dtype=torch.float64)
+    p[0, 0] = 1 - tail
+    grid = torch.arange(int((1 - tail) * 2**24), 2**24, dtype=torch.float64)[None] * 2.0**-24
+    assert len(invert(p, grid).unique()) < 0.1 * V
+    n = 2_000
+    first = 1 - tail * noise(1).uniform(Site.CLOSE, torch.arange(n))[0]
+    second = noise(1).uniform(Site.THIN, torch.arange(n))[0]
+    tokens = torch.cat([draw(p.expand(50, -1), u, v) for u, v in zip(first.split(50), second.split(50), strict=True)])
+    assert len(tokens.unique()) > 0.97 * n  # distinct, as 2 000 out of 150 000 should be (expected repeats: 13)

@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+import torch
+
+from draftproof.core.noise import Noise, Site, philox
+
+# Random123's kat_vectors for philox4x32-10: counter, key, result.
+F = 0xFFFFFFFF
+VECTORS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((F, F, F, F), (F, F), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), VECTORS)
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_philox_gives_the_published_vectors(counter, key, result, kind):
+    words = philox(kind(counter).reshape(4, 1, 1), kind(key).reshape(2, 1, 1))
+    assert tuple(w.item() for w in words) == result
+
+
+def some_noise(n=3):
+    return Noise(torch.arange(n) * 7919 - 5, torch.arange(n) * 3)
+
+
+def test_torch_and_numpy_give_the_same_words():
+    noise = some_noise()
+    lanes = torch.arange(9)
+    counter = torch.empty(4, 3, 9, dtype=torch.long)
+    counter[0], counter[1], counter[2], counter[3] = lanes, 2, noise.starts[:, None], int(Site.CLOSE)
+    key = torch.stack([noise.seeds & F, (noise.seeds >> 32) & F])[..., None]
+    for here, there in zip(noise.words(Site.CLOSE, lanes, 2), philox(counter, key), strict=True):
+        assert torch.equal(here, there)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    many, alone = some_noise(), some_noise().take(torch.tensor([1]))
+    assert torch.equal(many.coins(4)[1:2], alone.coins(4))
+
+
+def test_no_two_addresses_share_a_number():
+    seen = []
+    for start in (5, 6):
+        noise = Noise(torch.tensor([1, 2, 2**40]), torch.full((3,), start))
+        for site in Site:
+            for j in (0, 1):
+                seen.append(noise.uniform(site, torch.arange(50), j).flatten())
+    numbers = torch.cat(seen)
+    assert len(numbers.unique()) == len(numbers)
+
+
+def test_uniforms_have_53_bits_and_lie_below_one():
+    u = Noise(torch.tensor([3]), torch.tensor([0])).uniform(Site.CLOSE, torch.arange(200_000))[0]
+    assert 0 <= u.min() and u.max() < 1
+    assert ((u * 2**53) % 1 == 0).all()
+    assert ((u * 2**52) % 1 != 0).any()  # the last bit is used
+    assert abs(u.mean() - 0.5) < 5 / (12 * 200_000) ** 0.5
+
+
+def test_exponentials_are_positive_and_have_mean_one():
+    e = Noise(torch.tensor([3]), torch.tensor([0])).exponential(Site.POSITION, torch.arange(200_000))[0]
+    assert e.min() > 0
+    assert abs(e.mean() - 1) < 5 / 200_000**0.5

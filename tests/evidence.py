@@ -1,0 +1,23 @@
+"""What the statistical tests stand on: a G-test that pools small cells and fails outright on the impossible."""
+
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+
+def g_test(seen: Tensor, law: Tensor, smallest: float = 5.0) -> float:
+    """The p-value of these counts under this law (normalised here); 0 if something impossible was seen.
+
+    Cells with fewer than `smallest` expected are pooled into one.
+    """
+    seen, law = seen.double().flatten(), law.double().flatten()
+    law = law / law.sum()
+    if bool((seen[law <= 0] > 0).any()):
+        return 0.0
+    expected = law * seen.sum()
+    small = expected < smallest
+    seen = torch.cat([seen[~small], seen[small].sum()[None]])
+    expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    seen, expected = seen[expected > 0], expected[expected > 0]
+    g = 2 * torch.special.xlogy(seen, seen / expected).sum()
+    return float(chi2.sf(float(g), max(1, len(seen) - 1)))

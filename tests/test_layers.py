@@ -1,0 +1,96 @@
+"""Imports go down the table and never up: the architecture, executable. And the test can fail."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import draftproof
+
+ROOT = Path(draftproof.__file__).parent
+MAY_IMPORT = {
+    "core": set(),
+    "kernels": {"core"},
+    "verify": {"core", "kernels"},
+    "models": {"core"},
+    "drafters": {"core", "models"},
+    "engine": {"core", "verify", "models", "drafters"},
+    "audit": {"core", "verify", "models"},
+    "bench": {"core", "verify", "models", "drafters", "engine"},
+    "integrations": {"core", "verify", "models", "drafters", "engine"},
+}
+TOP = set(MAY_IMPORT) | {"cli"}  # the package's own files stand above all folders
+LAZY_HOSTS = {"core": {"transformers", "triton"}, "verify": {"transformers", "triton"}, "drafters": {"transformers"}}
+
+
+def breaches(layer: str, source: str) -> list[str]:
+    """What a file of this layer imports that it may not."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            head, *rest = name.split(".")
+            if head in LAZY_HOSTS.get(layer, set()) or (
+                head == "draftproof" and rest and rest[0] != layer and rest[0] not in MAY_IMPORT.get(layer, TOP)
+            ):
+                found.append(name)
+    return found
+
+
+FILES = sorted(f for f in ROOT.rglob("*.py") if len(f.relative_to(ROOT).parts) > 1)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_imports_only_go_down(file):
+    layer = file.relative_to(ROOT).parts[0]
+    assert layer in MAY_IMPORT, f"{layer}/ is not in the table of HOUSE"
+    assert not breaches(layer, file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("layer", "line"),
+    [
+        ("core", "from draftproof.verify.token import token"),
+        ("audit", "import draftproof.engine.round"),
+        ("verify", "def f():\n    from draftproof.models import Model"),
+        ("core", "import transformers"),
+    ],
+)
+def test_the_layering_test_can_fail(layer, line):
+    assert breaches(layer, line)
+
+
+def test_importing_draftproof_imports_neither_torch_nor_transformers():
+    code = "import sys, draftproof; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_verifying_does_not_import_transformers():
+    code = "import sys, draftproof; draftproof.verify; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+FORBIDDEN = ("utils", "common", "misc", "helpers", "manager", "handler", "base")
+
+
+def test_no_file_is_a_drawer():
+    assert not [f for f in ROOT.rglob("*.py") if f.stem.lower() in FORBIDDEN]
+
+
+def test_the_engine_names_no_concrete_drafter():
+    concrete = ("NGram", "Suffix", "PromptLookup", "ModelDrafter", "EarlyExit", "isinstance(drafter")
+    rounds = [f for f in (ROOT / "engine").glob("*.py") if f.stem in ("round", "engine", "stop", "request", "pace")]
+    assert not [(f.name, word) for f in rounds for word in concrete if word in f.read_text()]
+
+
+@pytest.mark.parametrize("name", draftproof.__all__)
+def test_every_public_name_is_there(name):
+    assert getattr(draftproof, name) is not None
+
+
+def test_verify_stays_a_function_whatever_was_imported_first():
+    code = "import draftproof.verify.token, draftproof as dp; import sys; sys.exit(not callable(dp.verify))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
