@@ -1,6 +1,7 @@
 """What every test runs under: no model hub, and one bundled model for the whole session."""
 
 import os
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test that asks a hub should fail at once
 
@@ -16,3 +17,29 @@ def smollm2():
         return bundled.load()
     except bundled.UnavailableError as error:
         pytest.skip(str(error))
+
+
+CONTROLS = Path(__file__).parent.parent / "docs" / "controls.md"
+HEAD = """# Wrong verifiers, and what catches them
+
+Each of these is a real defect of the field, in `tests/controls.py`. The test run rejects every one of them with the
+same tests that the exact rules pass; this table is what `make controls` printed last.
+
+| control | what it does wrong | caught by | sample | found |
+|---|---|---|---|---|
+"""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-controls", action="store_true", help="keep the table of controls in docs/controls.md")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print which test caught which wrong verifier, and keep the table if asked to."""
+    reports = terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", [])
+    rows = [value for report in reports for name, value in report.user_properties if name == "control"]
+    if rows:
+        terminalreporter.section("wrong verifiers")
+        terminalreporter.write_line("\n".join(rows))
+    if rows and config.getoption("--write-controls"):
+        CONTROLS.write_text(HEAD + "\n".join(rows) + "\n")

@@ -25,8 +25,13 @@ def random_rows(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return rows / rows.sum(-1, keepdim=True)
 
 
-def random_tables(N: int, V: int, depth: int, generator: torch.Generator) -> tuple[Tables, Tables]:
-    """Targets and drafters that depend on the whole prefix: identical, disjoint, mixed or unrelated."""
+def random_tables(
+    N: int, V: int, depth: int, generator: torch.Generator, *, full: bool = False
+) -> tuple[Tables, Tables]:
+    """Targets and drafters that depend on the whole prefix: identical, disjoint, mixed or unrelated.
+
+    full: without zeros.
+    """
     target = [random_rows((N, V**d, V), generator) for d in range(depth + 1)]
     drafter = []
     for p in target:
@@ -36,6 +41,8 @@ def random_tables(N: int, V: int, depth: int, generator: torch.Generator) -> tup
         apart = torch.where(apart.sum(-1, keepdim=True) > 0, apart / apart.sum(-1, keepdim=True).clamp_min(1), other)
         q = torch.where(mix < 0.2, p, torch.where(mix < 0.3, apart, torch.where(mix < 0.7, (p + other) / 2, other)))
         drafter.append(q)
+    if full:
+        target, drafter = ([0.9 * rows + 0.1 / V for rows in tables] for tables in (target, drafter))
     return target, drafter
 
 
@@ -46,10 +53,10 @@ def joint_law(target: Tables) -> Tensor:
     return law
 
 
-def chains(N: int, V: int, K: int, seed: int, *, kind: str = "drawn") -> Scenarios:
+def chains(N: int, V: int, K: int, seed: int, *, kind: str = "drawn", full: bool = False) -> Scenarios:
     """Every chain of N worlds. kind: drawn, chosen, mixed (some positions chosen), or ragged (stops by the prefix)."""
     generator = torch.Generator().manual_seed(seed)
-    target, drafter = random_tables(N, V, K, generator)
+    target, drafter = random_tables(N, V, K, generator, full=full)
     tokens = torch.tensor(list(product(range(V), repeat=K))).reshape(-1, K)
     X = len(tokens)
     chance = torch.ones((N, X), dtype=torch.float64)
@@ -73,9 +80,7 @@ def chains(N: int, V: int, K: int, seed: int, *, kind: str = "drawn") -> Scenari
         p_rows.append(target[i + 1][:, code])
     p = Law.of(torch.stack(p_rows, 2).flatten(0, 1))
     q_law = None if kind == "chosen" else Law.of(torch.stack(q_rows, 2).flatten(0, 1))
-    draft = Draft(
-        tokens.repeat(N, 1), lengths.flatten(), q_law, drawn.flatten(0, 1) if kind == "mixed" else None
-    )
+    draft = Draft(tokens.repeat(N, 1), lengths.flatten(), q_law, drawn.flatten(0, 1) if kind == "mixed" else None)
     return _possible(joint_law(target), chance, p, draft)
 
 

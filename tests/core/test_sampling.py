@@ -82,7 +82,9 @@ def test_agrees_with_transformers_at_every_scored_position(s):
     logits = torch.randn((B, K + 1, V), generator=g) * 2.5
     draft = Draft(torch.randint(V, (B, K), generator=g), torch.tensor([4, 2, 0]))
     draft.tokens[0, 1] = draft.tokens[0, 0]  # drafted twice: counted twice
-    history = [History(torch.randint(V, (9,), generator=g).tolist(), draft.tokens[b, :1].tolist() * b) for b in range(B)]
+    history = [
+        History(torch.randint(V, (9,), generator=g).tolist(), draft.tokens[b, :1].tolist() * b) for b in range(B)
+    ]
     law = warp(logits, [s] * B, history, draft)
     ours = law.probs()
     for b, j in itertools.product(range(B), range(K + 1)):
@@ -93,7 +95,9 @@ def test_agrees_with_transformers_at_every_scored_position(s):
         assert same or borderline(reference(logits[b, j], Sampling(s.temperature, s.top_k), [], []), ours, s.top_p)
         tokens = torch.randint(V, (5,), generator=g)
         at = law.at(torch.tensor([b]), torch.tensor([j]))
-        torch.testing.assert_close(at.log_probs(tokens[None]).exp()[0].float(), ours[b, j, tokens], atol=1e-7, rtol=1e-5)
+        torch.testing.assert_close(
+            at.log_probs(tokens[None]).exp()[0].float(), ours[b, j, tokens], atol=1e-7, rtol=1e-5
+        )
 
 
 def test_rows_of_one_batch_may_all_differ():

@@ -16,7 +16,9 @@ Numbers = tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"], I
 Cut = tuple[Float[Tensor, " N"], Float[Tensor, " N"]]
 
 
-def settle(logits: Float[Tensor, "N R"], temperature: int | float, top_k: int | None, top_p: int | float, min_p: int | float) -> Numbers:
+def settle(
+    logits: Float[Tensor, "N R"], temperature: int | float, top_k: int | None, top_p: int | float, min_p: int | float
+) -> Numbers:
     """Scale, cutoff, log-sum-exp and point of each row. The log-sum-exp is NaN where a row is no law."""
     peak = logits.amax(-1)
     sound = torch.isfinite(peak)  # NaN and +inf show in the peak; −inf means that nothing is allowed

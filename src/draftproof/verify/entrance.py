@@ -12,6 +12,7 @@ from draftproof.core.sampling import Sampling, warp
 from draftproof.core.types import Draft, History, Verdict
 from draftproof.verify import Verifier, resolve
 from draftproof.verify.chain import real
+from draftproof.verify.tree import check_parents
 
 Samplings = Sampling | Sequence[Sampling]
 Histories = Sequence[History | tuple[Sequence[int] | Tensor, Sequence[int] | Tensor]]
@@ -78,6 +79,7 @@ def verify(
     _check_tokens(chosen, V)
     _check_same_shape("allowed", allowed, (B, K + 1, V))
     _check_same_shape("parents", parents, (B, K))
+    check_parents(chosen)
     seen = None if history is None else [History(*row) for row in history]  # type: ignore[arg-type]
     p = warp(target_logits, samplings, seen, chosen, allowed)
     _check_law("target_logits", p, allowed, torch.ones_like(p.lse, dtype=torch.bool))
@@ -181,16 +183,16 @@ def _noise(
     device: torch.device,
 ) -> Noise:
     B = len(samplings)
-    if seeds is None and any(s.seed is not None for s in samplings):
-        fresh = torch.randint(2**62, (B,)).tolist()
-        seeds = torch.tensor([f if s.seed is None else s.seed for s, f in zip(samplings, fresh, strict=True)])
-    if seeds is None:
-        seeds, positions = torch.randint(2**62, (B,)), positions if positions is not None else 0
-    if positions is None:
+    seeded = seeds is not None or any(s.seed is not None for s in samplings)
+    if positions is None and seeded:
         raise ValueError(
             "positions must be given with seeds: the index of the first token this call emits in each row, prompt "
             "counted. Without it every round would throw the same coins again"
         )
+    if seeds is None:
+        fresh = torch.randint(2**62, (B,)).tolist()
+        seeds = torch.tensor([f if s.seed is None else s.seed for s, f in zip(samplings, fresh, strict=True)])
+    positions = 0 if positions is None else positions
     return Noise(_column("seeds", seeds, B, device), _column("positions", positions, B, device))
 
 

@@ -23,7 +23,9 @@ from draftproof.verify.judgement import Judgement
 
 
 def tree(p: Law, draft: Draft, noise: Noise) -> Verdict:
-    refuse_inexact(draft)
+    if draft.shared_noise:
+        raise Inexact('this draft was drawn with the target\'s own noise, which is a bias under rule="tree"')
+    check_parents(draft)
     K = draft.tokens.shape[1]
     coins = torch.nn.functional.pad(noise.coins(K), (1, 0))  # the root stops for certain: its coin is 0
     node = torch.zeros_like(draft.lengths)
@@ -134,14 +136,17 @@ class Walk:
         self.law[rows, d] = normalise(spare, law)
 
 
-def refuse_inexact(draft: Draft) -> None:
-    if draft.shared_noise:
-        raise Inexact('this draft was drawn with the target\'s own noise, which is a bias under rule="tree"')
-    if draft.parents is not None:
-        order = torch.arange(draft.tokens.shape[1], device=draft.parents.device)
-        used = order < draft.lengths[:, None]
-        if bool((used & ((draft.parents >= order) | (draft.parents < ROOT))).any()):
-            raise ValueError("parents: a slot's parent must be -1 (the root) or an earlier slot")
+def check_parents(draft: Draft) -> None:
+    """A slot comes after its parent: the order of the slots is the order in which they were drawn."""
+    if draft.parents is None:
+        return
+    order = torch.arange(draft.tokens.shape[1], device=draft.parents.device)
+    wrong = ((draft.parents >= order) | (draft.parents < ROOT)) & (order < draft.lengths[:, None])
+    if bool(wrong.any()):
+        b, i = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"parents[{b}, {i}] is {int(draft.parents[b, i])}: a slot's parent must be -1 (the root) or an earlier slot"
+        )
 
 
 def tours(draft: Draft) -> tuple[Int[Tensor, "B E"], Int[Tensor, "B J"]]:

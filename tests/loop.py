@@ -1,0 +1,132 @@
+"""Rounds in a row on a target known by heart: first-order tables, a million texts at a time.
+
+The rules as users get them, float32, Philox and batched, with drafts from a drafter that really draws.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftproof.core.law import Law
+from draftproof.core.noise import Noise
+from draftproof.core.race import propose
+from draftproof.core.types import PAD, Draft, Verdict
+
+V, K, L = 4, 3, 3  # tokens, draft length, tokens of a text whose joint law is tested
+START = 0
+
+
+def table(seed: int, scale: float = 1.3) -> Tensor:
+    return torch.randn((V, V), generator=torch.Generator().manual_seed(seed)) * scale
+
+
+TARGET, DRAFTER = table(1), table(2)
+
+
+def law_of(rows: Tensor, logits: Tensor) -> Law:
+    """The laws that follow these tokens."""
+    probs = logits.softmax(-1)[rows]
+    return Law.of(probs)
+
+
+def joint() -> Tensor:
+    """The exact law of the first L tokens, flat."""
+    p = TARGET.double().softmax(-1)
+    law = p[START]
+    for _ in range(L - 1):
+        law = law[..., None] * p.view((1,) * (law.ndim - 1) + (V, V))
+    return law.flatten()
+
+
+Proposer = Callable[[Tensor, Noise], Draft]
+
+
+def drawn(last: Tensor, noise: Noise) -> Draft:
+    """K tokens drawn from the drafter's table."""
+    tokens, probs = [], []
+    for j in range(K):
+        law = law_of(last, DRAFTER)
+        last = propose(law, noise, j)
+        tokens.append(last)
+        probs.append(law.probs())
+    lengths = torch.full_like(last, K)
+    return Draft(torch.stack(tokens, 1), lengths, Law.of(torch.stack(probs, 1)), shared_noise=noise.shared)
+
+
+def chosen(last: Tensor, noise: Noise) -> Draft:
+    """The likeliest tokens of the drafter: no law."""
+    tokens = []
+    for _ in range(K):
+        last = DRAFTER.argmax(-1)[last]
+        tokens.append(last)
+    return Draft(torch.stack(tokens, 1), torch.full_like(last, K))
+
+
+def mixed(last: Tensor, noise: Noise) -> Draft:
+    """Some rows drawn, some chosen, of lengths 0 to K by the last token."""
+    one, other = drawn(last, noise), chosen(last, noise)
+    by_draw = (last % 2 == 0)[:, None].expand(-1, K)
+    return Draft(torch.where(by_draw, one.tokens, other.tokens), (last + 1) % (K + 1), one.law, by_draw)
+
+
+def tree(last: Tensor, noise: Noise) -> Draft:
+    """Two drawn siblings (with replacement), a chosen one, and a drawn child of the first."""
+    law = law_of(last, DRAFTER)
+    first, second = propose(law, noise, 0), propose(law, noise, 1)
+    below = law_of(first, DRAFTER)
+    child, best = propose(below, noise, 2), DRAFTER.argmax(-1)[last]
+    probs = torch.stack([law.probs(), below.probs(), law.probs(), law.probs()], 1)
+    n = len(last)
+    return Draft(
+        torch.stack([first, child, second, best], 1),
+        torch.full((n,), 4),
+        Law.of(probs),
+        torch.tensor([True, True, True, False]).expand(n, 4),
+        torch.tensor([-1, 0, -1, -1]).expand(n, 4),
+    )
+
+
+@dataclass(frozen=True)
+class Texts:
+    counts: Tensor
+    tokens_per_round: float
+
+
+Verify = Callable[[Law, Draft, Noise], Verdict]
+
+
+def texts(
+    verify: Verify,
+    proposer: Proposer,
+    S: int,
+    *,
+    shared: bool = False,
+    starts: Callable[[Tensor], Tensor] = lambda t: t,
+) -> Texts:
+    """S texts of at least L tokens: how often each beginning came."""
+    batch, counts, emitted, rounds = 250_000, torch.zeros(V**L, dtype=torch.long), 0, 0
+    for first in range(0, S, batch):
+        n = min(batch, S - first)
+        seeds, said = torch.arange(first, first + n) * 1_000_003, torch.full((n, 1), START)
+        out, count = torch.full((n, L + K + 1), PAD), torch.zeros(n, dtype=torch.long)
+        rows = torch.arange(n)
+        last = said[:, 0]
+        while len(rows):
+            noise = Noise(seeds[rows], starts(count[rows] + 1), shared)
+            draft = proposer(last[rows], noise)
+            follow = torch.cat([last[rows, None], draft.tokens], 1)
+            verdict = verify(law_of(follow, TARGET), draft, Noise(noise.seeds, noise.starts))
+            width = verdict.tokens.shape[1]
+            at = count[rows, None] + torch.arange(width)
+            keep = (verdict.tokens != PAD) & (at < out.shape[1])
+            out[rows[:, None].expand_as(at)[keep], at[keep]] = verdict.tokens[keep]
+            last[rows] = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
+            count[rows] += verdict.accepted + 1
+            emitted += int((verdict.accepted + 1).sum())
+            rounds += len(rows)
+            rows = rows[count[rows] < L]
+        code = out[:, :L] @ torch.tensor([V ** (L - 1 - i) for i in range(L)])
+        counts += torch.bincount(code, minlength=V**L)
+    return Texts(counts, emitted / rounds)
