@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-import loop
 import pytest
-from controls import DRAFTERS, JUDGES, VERIFIERS
-from evidence import g_test
-from worlds import TREES, chains, trees
 
+import loop
+from controls import DRAFTERS, JUDGES, VERIFIERS
 from draftproof.audit.enumerate import round_law
 from draftproof.core.law import total_variation
 from draftproof.verify import RULES
 from draftproof.verify.token import judge as judge_token
+from evidence import g_test
+from worlds import TREES, chains, trees
 
 ALPHA = 1e-6
 S = 500_000  # texts: TV 0.007 shows at alpha

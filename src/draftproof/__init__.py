@@ -4,6 +4,7 @@ The public names, each imported when it is first used: `import draftproof` costs
 """
 
 import sys
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from draftproof.core.noise import Noise, Site
     from draftproof.core.sampling import Sampling, warp
     from draftproof.core.types import PAD, Deviation, Draft, History, Inexact, Verdict
+    from draftproof.drafters import Asks, Context, Drafter, Shown
+    from draftproof.engine.engine import Engine
+    from draftproof.engine.load import load
+    from draftproof.engine.request import Chunk, Output, Stats
     from draftproof.verify import RULES, Verifier
 
 __version__: Final = "0.1.0"
@@ -23,12 +28,29 @@ _HOME: Final = {
     **dict.fromkeys(("Sampling", "warp"), "core.sampling"),
     **dict.fromkeys(("PAD", "Deviation", "Draft", "History", "Inexact", "Verdict"), "core.types"),
     **dict.fromkeys(("RULES", "Verifier"), "verify"),
+    **dict.fromkeys(("Asks", "Context", "Drafter", "Shown"), "drafters"),
+    **dict.fromkeys(("Chunk", "Output", "Stats"), "engine.request"),
+    "Engine": "engine.engine",
+    "load": "engine.load",
 }
 
 __all__ = [  # noqa: RUF022  (by layer)
     "Law", "Vocab", "overlap", "residual", "total_variation", "Noise", "Site", "Sampling", "warp",
     "PAD", "Deviation", "Draft", "History", "Inexact", "Verdict", "RULES", "Verifier", "verify", "lossy",
+    "Asks", "Context", "Drafter", "Shown", "Chunk", "Output", "Stats", "Engine", "load", "generate",
 ]  # fmt: skip
+
+
+@cache
+def _bundled_engine() -> "Engine":
+    from draftproof.engine.load import load
+
+    return load()
+
+
+def generate(prompt: Any, sampling: "Sampling | None" = None, **options: Any) -> "Output | list[Output]":
+    """Continue a prompt with the bundled model: `Engine.generate` of `load()`, which is made once."""
+    return _bundled_engine().generate(prompt, sampling, **options)
 
 
 def __getattr__(name: str) -> Any:

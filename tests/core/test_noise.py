@@ -56,7 +56,7 @@ def test_no_two_addresses_share_a_number():
 
 def test_uniforms_have_53_bits_and_lie_below_one():
     u = Noise(torch.tensor([3]), torch.tensor([0])).uniform(Site.CLOSE, torch.arange(200_000))[0]
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     assert ((u * 2**53) % 1 == 0).all()
     assert ((u * 2**52) % 1 != 0).any()  # the last bit is used
     assert abs(u.mean() - 0.5) < 5 / (12 * 200_000) ** 0.5

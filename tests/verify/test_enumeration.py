@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from worlds import TREES, chains, trees
 
 from draftproof.audit.enumerate import round_law
 from draftproof.verify.block import judge as judge_block
 from draftproof.verify.token import judge as judge_token
 from draftproof.verify.tree import judge as judge_tree
+from worlds import TREES, chains, trees
 
 EXACT = 1e-12
 CHAIN_RULES = {"token": judge_token, "block": judge_block, "tree": judge_tree}

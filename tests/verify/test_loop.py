@@ -3,15 +3,15 @@
 1e6 texts, 64 cells: a bias of TV 5e-3 shows at alpha with power > 0.9. The controls are in test_controls.py.
 """
 
-import loop
 import pytest
 import torch
-from evidence import g_test
 
+import loop
 from draftproof.core.noise import Noise
 from draftproof.core.race import race
 from draftproof.core.types import Draft
 from draftproof.verify import RULES
+from evidence import g_test
 
 ALPHA = 1e-6
 S = 1_000_000

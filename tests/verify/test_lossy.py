@@ -1,9 +1,9 @@
 """Lossy rules say that they are, and their meter is right."""
 
-import loop
 import pytest
 import torch
 
+import loop
 from draftproof.core.law import Law, total_variation
 from draftproof.core.noise import Noise
 from draftproof.verify import RULES, lossy

@@ -1,1 +1,1 @@
-""
+"""The engine: rows in and out of a batch, round after round. The only place with mutable state."""

@@ -1,0 +1,152 @@
+"""Encoder-decoder models of transformers (T5, BART), served over a slot cache.
+
+Their decoders count positions once for all rows, so rows of different lengths cannot share a pass: neighbours of equal
+length do, and the others take turns on the same memory. Trees would need a position for each slot and are refused.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from draftproof.core.types import Inexact
+from draftproof.models import Cache, Forward
+from draftproof.models.cache import SlotCache
+from draftproof.models.door import check_layers, check_pass, decoder_config, furthest, head_size, refuse_at_the_door
+from draftproof.models.masks import additive, chain
+from draftproof.models.shadow import shadow
+from draftproof.models.source import NO_TREES, Source, SourceCache
+
+
+class EncoderDecoder:
+    """An encoder-decoder model of transformers as a `Model`.
+
+    The source goes in once: `cache = model.encode(sources)`. A pass then scores tokens of the answer; the first token
+    of every answer is `start`, which the caller feeds like any other. The object passed in is never altered.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if not model.config.is_encoder_decoder:
+            raise ValueError(f"{type(model).__name__} has no encoder: use HFModel (models/hf.py)")
+        refuse_at_the_door(model)
+        self._net = shadow(model)
+        self._config = decoder_config(self._net)
+        self._additive = self._config._attn_implementation == "eager"
+        self._max_length = furthest(self._config)
+
+    @property
+    def vocab_size(self) -> int:
+        return head_size(self._net)
+
+    @property
+    def max_length(self) -> int | None:
+        """Positions of the answer."""
+        return self._max_length
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._net.device)
+
+    @property
+    def start(self) -> int:
+        """The token that stands before every answer."""
+        for settings in (self._net.generation_config, self._net.config):
+            token = getattr(settings, "decoder_start_token_id", None)
+            if token is not None:
+                return int(token)
+        raise ValueError(
+            f"{type(self._net).__name__} names no start token: set generation_config.decoder_start_token_id"
+        )
+
+    def new_cache(self, rows: int, capacity: int = 0) -> Cache:
+        """Refused: without a source there is nothing to answer."""
+        raise ValueError(f"{type(self._net).__name__} answers a source: take its cache from encode(sources)")
+
+    @torch.inference_mode()
+    def encode(self, sources: Sequence[Sequence[int]], capacity: int = 0) -> SourceCache:
+        """Read one source for each row; the cache remembers it, and an answer of length zero."""
+        tokens, present = _side_by_side(sources)
+        present = present.to(self.device)
+        encoder = self._net.get_encoder()
+        states = encoder(input_ids=tokens.to(self.device), attention_mask=present.long()).last_hidden_state
+        return self._primed(Source(states, present), capacity)
+
+    def _primed(self, source: Source, capacity: int) -> SourceCache:
+        """A pass over the start token, of which nothing is kept, makes transformers project the source's keys."""
+        rows = len(source.present)
+        cross = DynamicCache(config=self._config)
+        answer = SlotCache(len(cross.layers), rows, capacity, self.device)
+        self._pass(torch.full((rows, 1), self.start, device=self.device), answer, source, cross, hidden=False)
+        keys, values = (tuple(getattr(layer, name) for layer in cross.layers) for name in ("keys", "values"))
+        return SourceCache(Source(source.states, source.present, keys, values), answer)
+
+    def __call__(
+        self,
+        tokens: Int[Tensor, "B T"],
+        cache: Cache,
+        *,
+        parents: Int[Tensor, "B K"] | None = None,
+        scored: int | None = None,
+        layers: Sequence[int] = (),
+    ) -> Forward:
+        """Score `tokens` behind what the cache remembers; see `Model`."""
+        if not isinstance(cache, SourceCache):
+            raise ValueError(f"cache is a {type(cache).__name__}: take one from this model's encode()")
+        if parents is not None:
+            raise Inexact(NO_TREES)
+        check_pass(tokens, None, scored, len(cache.lengths))
+        check_layers(layers, self._config.num_hidden_layers)
+        cache.answer.open(tokens.shape[1], self._max_length)
+        with torch.inference_mode():
+            parts = [self._turn(tokens[rows], cache, rows, length, layers) for rows, length in cache.runs()]
+        # Joined outside, so that what comes out is ordinary tensors.
+        logits = torch.cat([part.logits[:, -(scored or 0) :] for part in parts])
+        return Forward(
+            logits, tuple(torch.cat(states) for states in zip(*(part.hidden for part in parts), strict=True))
+        )
+
+    def _turn(
+        self, tokens: Int[Tensor, "b T"], cache: SourceCache, rows: slice, length: int, layers: Sequence[int]
+    ) -> Forward:
+        """A pass over neighbours of equal length. Padding past the model's last position is not run at all."""
+        source = cache.source.rows(rows)
+        room = len(tokens[0]) if self._max_length is None else self._max_length - length
+        answer = cache.answer.window(rows, length)
+        out = self._pass(tokens[:, :room], answer, source, source.cross(), hidden=bool(layers))
+
+        def full(part: Tensor) -> Tensor:
+            return torch.nn.functional.pad(part, (0, 0, 0, tokens.shape[1] - part.shape[1]))
+
+        return Forward(full(out.logits), tuple(full(out.decoder_hidden_states[layer]) for layer in layers))
+
+    def _pass(
+        self, tokens: Int[Tensor, "b T"], answer: SlotCache, source: Source, cross: TransformersCache, *, hidden: bool
+    ) -> Any:
+        visible = chain(answer.open(tokens.shape[1]), answer.reach).visible[:, None]
+        return self._net(
+            encoder_outputs=BaseModelOutput(last_hidden_state=source.states),
+            attention_mask=source.present.long(),
+            decoder_input_ids=tokens,
+            decoder_attention_mask=additive(visible, self._net.dtype) if self._additive else visible,
+            past_key_values=EncoderDecoderCache(answer.past, cross),
+            use_cache=True,
+            output_hidden_states=hidden,
+            return_dict=True,
+        )
+
+
+def _side_by_side(sources: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
+    """Padded on the right, and which tokens are there."""
+    lengths = [len(source) for source in sources]
+    if not lengths or min(lengths) == 0:
+        raise ValueError(f"sources have lengths {lengths}: give one for each row, of at least one token")
+    present = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    tokens = torch.zeros(present.shape, dtype=torch.long)
+    tokens[present] = torch.tensor([token for source in sources for token in source])
+    return tokens, present

@@ -1,0 +1,194 @@
+"""What every drafter must do, whatever it guesses."""
+
+import pytest
+import torch
+
+from drafters.rounds import Row, noise_of, row
+from drafters.zoo import ALL, CHAINS, KEEPING, TREES, V
+from draftproof.core.sampling import Sampling
+from draftproof.core.types import PAD, ROOT, Draft
+from draftproof.drafters import Drafter, Shown, asks
+
+SAMPLINGS = (
+    Sampling(temperature=0.8, top_k=4),
+    Sampling(temperature=0),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.2),
+)
+
+every = pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
+every_alone = pytest.mark.parametrize("make", (CHAINS | TREES).values(), ids=(CHAINS | TREES).keys())
+
+
+def batch(*lengths: int, first: int = 0, seed: int = 0) -> list[Row]:
+    numbers = torch.Generator().manual_seed(seed)
+    return [
+        row(first + b, torch.randint(V, (n,), generator=numbers).tolist(), SAMPLINGS[b % len(SAMPLINGS)])
+        for b, n in enumerate(lengths)
+    ]
+
+
+def go_on(rows: list[Row], draft: Draft, drafter: Drafter, seed: int) -> None:
+    """As a round would: some of the draft is kept, a closing token follows, and what was asked for is shown."""
+    numbers = torch.Generator().manual_seed(seed)
+    for b, r in enumerate(rows):
+        line = first_line(draft, b)
+        kept = line[: int(torch.randint(len(line) + 1, (), generator=numbers))]
+        r.shown = (
+            Shown(len(r.tokens) + len(kept), torch.randint(V, (len(kept) + 1, top), generator=numbers))
+            if (top := asks(drafter).top)
+            else None
+        )
+        r.tokens += [*kept, int(torch.randint(V, (), generator=numbers))]
+
+
+def first_line(draft: Draft, b: int) -> list[int]:
+    """The first path of a tree down to a leaf; of a chain, all of it."""
+    tokens, length = draft.tokens[b].tolist(), int(draft.lengths[b])
+    parents = range(-1, length - 1) if draft.parents is None else draft.parents[b].tolist()
+    line, at = [], ROOT
+    for slot in range(length):
+        if parents[slot] == at:
+            line.append(tokens[slot])
+            at = slot
+    return line
+
+
+def play(drafter: Drafter, rows: list[Row], rounds: int = 5) -> list[Draft]:
+    drafts = []
+    for i in range(rounds):
+        drafts.append(drafter.propose(rows, [(4 + b + i) % 6 for b in range(len(rows))], noise_of(rows)))
+        go_on(rows, drafts[-1], drafter, seed=i)
+    return drafts
+
+
+def same(one: Draft, other: Draft) -> bool:
+    """Row for row the same draft; the laws to rounding."""
+    laws = (one.law is None) == (other.law is None)
+    if laws and one.law is not None and other.law is not None:
+        real = torch.arange(one.tokens.shape[1]) < one.lengths[:, None]
+        laws = torch.allclose(one.law.probs()[real], other.law.probs()[real], atol=1e-5)
+    parents = one.parents is None or other.parents is None or torch.equal(one.parents, other.parents)
+    return laws and parents and torch.equal(one.tokens, other.tokens) and torch.equal(one.lengths, other.lengths)
+
+
+def only(draft: Draft, b: int) -> tuple[list[int], list[int] | None]:
+    n = int(draft.lengths[b])
+    return draft.tokens[b, :n].tolist(), None if draft.parents is None else draft.parents[b, :n].tolist()
+
+
+@every
+def test_a_draft_is_well_formed(make):
+    rows = batch(9, 1, 14)
+    for i, draft in enumerate(play(make(), rows, rounds=6)):
+        k = torch.tensor([(4 + b + i) % 6 for b in range(3)])
+        B, K = draft.tokens.shape
+        slot = torch.arange(K)
+        real = slot < draft.lengths[:, None]
+        assert B == 3
+        assert bool((draft.lengths <= k).all())
+        assert int(draft.lengths.max()) == K
+        assert bool(((draft.tokens >= 0) & (draft.tokens < V))[real].all())
+        assert bool((draft.tokens[~real] == PAD).all())
+        if draft.parents is not None:
+            assert bool(((draft.parents < slot) & (draft.parents >= ROOT)).all())
+        if draft.law is not None:
+            assert draft.law.lse.shape == (B, K)
+            assert draft.law.vocab_size == V
+            drawn = real if draft.drawn is None else real & draft.drawn
+            assert bool((draft.law.log_prob(draft.tokens)[drawn] > -torch.inf).all())
+
+
+@pytest.mark.parametrize("make", TREES.values(), ids=TREES.keys())
+def test_siblings_differ_so_that_no_slot_is_wasted(make):
+    for draft in play(make(), batch(9, 20, 14)):
+        for b in range(3):
+            tokens, parents = only(draft, b)
+            if parents is not None:
+                assert len(set(zip(tokens, parents, strict=True))) == len(tokens)
+
+
+@every
+def test_a_draft_is_a_function_of_contexts_and_noise(make):
+    one, other = play(make(), batch(9, 1, 14)), play(make(), batch(9, 1, 14))
+    assert all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+@every
+def test_asking_again_gives_the_same_draft(make):
+    drafter, rows = make(), batch(9, 3, 14)
+    play(drafter, rows)
+    first = drafter.propose(rows, [5, 3, 4], noise_of(rows))
+    assert same(first, drafter.propose(rows, [5, 3, 4], noise_of(rows)))
+
+
+@every_alone
+def test_a_row_does_not_depend_on_its_neighbours(make):
+    drafter, rows = make(), batch(9, 3, 14)
+    alone, twin = make(), batch(9, 3, 14)[1]
+    for i in range(5):
+        k = [(4 + b + i) % 6 for b in range(3)]
+        draft = drafter.propose(rows, k, noise_of(rows))
+        assert only(draft, 1) == only(alone.propose([twin], k[1:2], noise_of([twin])), 0)
+        go_on(rows, draft, drafter, seed=i)
+        twin.tokens, twin.shown = list(rows[1].tokens), rows[1].shown
+
+
+@every
+def test_a_row_asked_for_nothing_gets_nothing(make):
+    drafter, rows = make(), batch(9, 3, 14)
+    assert int(drafter.propose(rows, [3, 0, 2], noise_of(rows)).lengths[1]) == 0
+    empty = drafter.propose(rows, [0, 0, 0], noise_of(rows))
+    assert empty.tokens.shape == (3, 0)
+    assert empty.lengths.tolist() == [0, 0, 0]
+    assert int(drafter.propose(rows, [1, 1, 1], noise_of(rows)).lengths.max()) <= 1
+
+
+@every
+def test_a_context_of_one_token_is_enough(make):
+    rows = batch(1)
+    draft = make().propose(rows, [4], noise_of(rows))
+    assert int(draft.lengths[0]) <= 4
+
+
+@every_alone
+def test_requests_come_and_go(make):
+    drafter, rows = make(), batch(9, 3, 14)
+    play(drafter, rows)
+    rows = [rows[2], *batch(8, first=7, seed=1), rows[0]]
+    draft = drafter.propose(rows, [4, 4, 4], noise_of(rows))
+    for b, r in enumerate(rows):
+        assert only(draft, b) == only(make().propose([r], [4], noise_of([r])), 0) or r.shown is not None
+
+
+@every
+def test_memory_is_bounded_by_the_batch(make):
+    drafter = make()
+    for first in range(0, 12, 3):
+        play(drafter, batch(9, 3, 14, first=first), rounds=2)
+    remembered = getattr(drafter, "_memory", None)
+    rows = len(remembered) if remembered is not None else len(drafter._reader._cache.lengths)
+    assert rows == 3
+
+
+@pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING.keys())
+def test_what_is_kept_serves_the_next_request(make):
+    drafter = make()
+    first = row(0, [9, 8])
+    drafter.propose([first], [4], noise_of([first]))
+    first.tokens += [1, 2, 3, 4, 5, 0]
+    drafter.propose([first], [4], noise_of([first]))
+    second = row(1, [3, 2, 1, 2])
+    drafter.propose([second], [0], noise_of([second]))
+    assert drafter.propose([second], [3], noise_of([second])).tokens.tolist() == [[3, 4, 5]]
+
+
+@pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING.keys())
+def test_who_throws_the_coins_of_an_earlier_request_does_not_see_what_they_made(make):
+    drafter = make()
+    first = row(0, [9, 8])
+    drafter.propose([first], [4], noise_of([first]))
+    first.tokens += [1, 2, 3, 4, 5, 0]
+    drafter.propose([first], [4], noise_of([first]))
+    second = row(1, [3, 2, 1, 2])
+    coins = noise_of([row(0, second.tokens)])
+    assert int(drafter.propose([second], [3], coins).lengths[0]) == int(make().propose([second], [3], coins).lengths[0])

@@ -1,0 +1,65 @@
+import pytest
+
+from drafters.rounds import noise_of, row
+from drafters.zoo import tiny_llama, toy
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import NGram
+from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.suffix import Suffix
+from draftproof.drafters.table import DRAFTERS, is_name, resolve
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ngram", NGram), ("prompt-lookup", PromptLookup), ("suffix", Suffix)])
+def test_a_name_makes_its_drafter(name, kind):
+    assert type(resolve(name)) is kind
+    assert resolve(name) is not resolve(name)  # what one remembers is not the other's
+
+
+def test_early_exit_is_made_of_the_target():
+    assert type(resolve("early-exit:1", tiny_llama())) is ModelDrafter
+
+
+def test_a_drafter_is_itself_and_none_is_none():
+    drafter = NGram()
+    assert resolve(drafter) is drafter
+    assert resolve(None) is None
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", "early-exit:1"])
+def test_branches_make_a_tree(name):
+    drafter = resolve(name, tiny_llama(), branches=2)
+    assert drafter is not None
+    rows = [row(0, [1, 2, 1, 3, 1])]
+    assert drafter.propose(rows, [4], noise_of(rows)).parents is not None
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("n-gram", 'one of "ngram", "prompt-lookup", "suffix", "early-exit:n", None or a Drafter; got \'n-gram\''),
+        ("early-exit", "as in \"early-exit:6\"; got 'early-exit'"),
+        ("early-exit:two", "wants a number of layers"),
+        ("early-exit:9", "has 2 layers"),
+        (3, "must have a method propose"),
+    ],
+)
+def test_what_is_no_drafter_is_refused_and_the_names_are_listed(spec, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(spec, tiny_llama())
+
+
+def test_early_exit_without_a_target_or_layers_is_refused():
+    with pytest.raises(ValueError, match="pass the target"):
+        resolve("early-exit:2")
+    with pytest.raises(ValueError, match="a Toy has none"):
+        resolve("early-exit:2", toy())
+
+
+def test_prompt_lookup_makes_no_trees():
+    with pytest.raises(ValueError, match="copies one text"):
+        resolve("prompt-lookup", branches=2)
+
+
+def test_names_are_told_from_models():
+    assert all(map(is_name, [*DRAFTERS, "early-exit:6", "early-exit"]))
+    assert not any(map(is_name, ["Qwen/Qwen3-0.6B", "./model", "smollm2"]))

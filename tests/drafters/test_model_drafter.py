@@ -1,0 +1,261 @@
+import pytest
+import torch
+from torch import Tensor
+
+from drafters.rounds import Row, noise_of, row
+from drafters.zoo import V, tiny_llama, toy
+from draftproof.core import race
+from draftproof.core.noise import Noise
+from draftproof.core.sampling import Sampling, warp
+from draftproof.core.types import Draft
+from draftproof.drafters.early_exit import early_exit
+from draftproof.drafters.model import ModelDrafter
+from draftproof.models import Forward, Model
+from draftproof.models.toy import Toy
+
+WARPS = [
+    Sampling(),
+    Sampling(temperature=0.7, top_k=3),
+    Sampling(temperature=1.2, top_p=0.8, min_p=0.05),
+    Sampling(temperature=0.9, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, logit_bias={1: 0.7}),
+    Sampling(temperature=0),
+]
+
+
+def plain_logits(model: Model, tokens: list[int]) -> Tensor:
+    """Behind the last token, by one pass over the whole text and a cache that nobody has used."""
+    return model(torch.tensor([tokens]), model.new_cache(1), scored=1).logits[0, 0]
+
+
+def expected(model: Model, r: Row, drafted: list[int], sampling: Sampling, V: int) -> Tensor:
+    """The law of the next token from the definition: plain forward, cut to the target's vocabulary, warp."""
+    logits = plain_logits(model, [*r.tokens, *drafted])[:V]
+    if len(logits) < V:
+        logits = torch.cat([logits, logits.new_full((V - len(logits),), -torch.inf)])
+    history = r.history._replace(output=[*r.history.output, *drafted])
+    return warp(logits[None, None], [sampling], [history]).probs()[0, 0]
+
+
+def check_laws(model: Model, rows: list[Row], draft: Draft, vocab_size: int = V) -> int:
+    """Every declared law is the one of the definition; how many were looked at."""
+    if draft.law is None:
+        return 0
+    probs, looked = draft.law.probs(), 0
+    for b, r in enumerate(rows):
+        for i in range(int(draft.lengths[b])):
+            wanted = expected(model, r, draft.tokens[b, :i].tolist(), r.sampling, vocab_size)
+            torch.testing.assert_close(probs[b, i], wanted, atol=1e-5, rtol=0)
+            looked += 1
+    return looked
+
+
+def go_on(rows: list[Row], draft: Draft, numbers: torch.Generator) -> None:
+    """Keep some of each draft, all of it about half of the time, and close with any token."""
+    for b, r in enumerate(rows):
+        n = int(draft.lengths[b])
+        kept = min(n, int(torch.randint(2 * n + 1, (), generator=numbers)))
+        r.tokens += [*draft.tokens[b, :kept].tolist(), int(torch.randint(V, (), generator=numbers))]
+
+
+@pytest.mark.parametrize("model", [toy(), tiny_llama()], ids=["toy", "llama"])
+def test_the_law_is_the_plain_forward_s_after_ragged_rounds_with_rejections(model):
+    drafter, numbers = ModelDrafter(model), torch.Generator().manual_seed(0)
+    rows = [row(b, torch.randint(V, (3 + 4 * b,), generator=numbers).tolist(), s) for b, s in enumerate(WARPS)]
+    looked = 0
+    for i in range(4):
+        draft = drafter.propose(rows, [(b + i) % 5 for b in range(len(rows))], noise_of(rows))
+        looked += check_laws(model, rows, draft)
+        go_on(rows, draft, numbers)
+        if i == 1:  # one leaves, one enters with a long text, and the order changes
+            rows = [rows[3], row(9, [1, 2, 3] * 6, WARPS[1]), *rows[:3]]
+    assert looked > 30
+
+
+def test_the_closing_token_and_the_last_drafted_one_are_read_when_all_were_kept():
+    """vLLM#9730: their keys and values were missing. The next law then followed another text."""
+    model, r = tiny_llama(), row(0, [1, 2, 3])
+    drafter = ModelDrafter(model)
+    draft = drafter.propose([r], [3], noise_of([r]))
+    r.tokens += [*draft.tokens[0].tolist(), 4]
+    assert check_laws(model, [r], drafter.propose([r], [2], noise_of([r]))) == 2
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_tokens_are_drawn_from_that_law_with_the_noise_given(shared):
+    rows = [row(b, [b, 1, 2], s) for b, s in enumerate(WARPS)]
+    noise = noise_of(rows, shared=shared)
+    draft = ModelDrafter(toy()).propose(rows, [4] * len(rows), noise)
+    assert draft.law is not None
+    assert draft.shared_noise == shared
+    everyone = torch.arange(len(rows))
+    for j in range(4):
+        law = draft.law.at(everyone, torch.full_like(everyone, j))
+        assert torch.equal(draft.tokens[:, j], race.propose(law, noise, j))
+
+
+def test_greedy_rows_take_the_argmax_also_where_the_drafter_has_its_own_temperature():
+    model, r = toy(), row(0, [3, 1], Sampling(temperature=0))
+    tokens = ModelDrafter(model, temperature=5.0).propose([r], [3], noise_of([r])).tokens[0].tolist()
+    for i, token in enumerate(tokens):
+        assert token == int(plain_logits(model, [*r.tokens, *tokens[:i]]).argmax())
+
+
+def test_the_drafter_s_own_temperature_is_the_one_declared():
+    model, r = toy(), row(0, [3, 1], Sampling(temperature=1.0, top_k=4))
+    draft = ModelDrafter(model, temperature=0.3).propose([r], [2], noise_of([r]))
+    assert draft.law is not None
+    wanted = expected(model, r, [], Sampling(temperature=0.3, top_k=4), V)
+    torch.testing.assert_close(draft.law.probs()[0, 0], wanted, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("size", [V + 3, V - 2], ids=["larger", "smaller"])
+def test_a_vocabulary_padded_otherwise_is_cut_or_widened(size):
+    """Tokens that only one of the two has are neither drawn nor given a share, nor trip the drafter up in a text."""
+    model, numbers = toy(size), torch.Generator().manual_seed(3)
+    rows = [row(b, [5, 4, b], s) for b, s in enumerate(WARPS)]
+    readable = [row(r.id, [t if t < size else 0 for t in r.tokens], r.sampling) for r in rows]
+    drafter = ModelDrafter(model, vocab_size=V)
+    for _ in range(3):
+        draft = drafter.propose(rows, [3] * len(rows), noise_of(rows))
+        assert draft.law is not None
+        assert draft.law.vocab_size == V
+        assert int(draft.tokens.max()) < min(size, V)
+        for b in (0, 1, 2, 4):  # with a penalty the history matters too, and `readable` has another one
+            wanted = expected(model, readable[b], [], rows[b].sampling, V)
+            torch.testing.assert_close(draft.law.probs()[b, 0], wanted, atol=1e-5, rtol=0)
+        go_on(rows, draft, numbers)
+        readable = [row(r.id, [t if t < size else 0 for t in r.tokens], r.sampling) for r in rows]
+
+
+def test_a_weak_token_is_submitted_and_ends_the_draft():
+    rows = [row(b, [b % V, 1]) for b in range(40)]
+    every = ModelDrafter(toy()).propose(rows, [4] * 40, noise_of(rows))
+    draft = ModelDrafter(toy(), confidence=0.3).propose(rows, [4] * 40, noise_of(rows))
+    assert every.law is not None
+    weak = every.law.log_prob(every.tokens).exp() < 0.3
+    first = torch.where(weak.any(1), weak.int().argmax(1) + 1, 4)
+    assert torch.equal(draft.lengths, first)
+    assert 0 < int((first < 4).sum()) < 40
+    for b in range(40):
+        assert draft.tokens[b, : first[b]].tolist() == every.tokens[b, : first[b]].tolist()
+
+
+def test_in_a_tree_the_drawn_slot_stands_first_and_the_likeliest_others_behind_it():
+    model, rows = toy(), [row(b, [b, 1]) for b in range(5)]
+    draft = ModelDrafter(model, branches=3).propose(rows, [5, 6, 3, 1, 0], noise_of(rows))
+    chain = ModelDrafter(model).propose(rows, [1] * 5, noise_of(rows))
+    assert draft.lengths.tolist() == [5, 6, 3, 1, 0]
+    assert draft.parents is not None
+    assert draft.drawn is not None
+    assert draft.parents[0].tolist() == [-1, -1, -1, 0, 0, 0]
+    assert draft.drawn[0].tolist() == [True, False, False, True, False, False]
+    assert draft.tokens[:4, 0].tolist() == chain.tokens[:4, 0].tolist()
+    for b in range(3):
+        order = plain_logits(model, rows[b].tokens).argsort(descending=True).tolist()
+        order.remove(int(draft.tokens[b, 0]))
+        assert draft.tokens[b, 1:3].tolist() == order[:2]
+
+
+def test_a_row_with_no_positions_left_drafts_nothing_and_the_others_go_on():
+    model = tiny_llama(max_length=16)
+    rows = [row(0, [1, 2] * 4), row(1, [1, 2, 3] * 5), row(2, [3] * 16), row(3, [3] * 20)]
+    drafter = ModelDrafter(model)
+    for _ in range(2):
+        draft = drafter.propose(rows, [5, 5, 5, 5], noise_of(rows))
+        assert draft.lengths.tolist() == [5, 1, 0, 0]
+        assert check_laws(model, rows[:1], draft) == 5
+    rows[1].tokens += [4, 4]
+    assert drafter.propose(rows, [5, 5, 5, 5], noise_of(rows)).lengths.tolist() == [5, 0, 0, 0]
+
+
+def test_a_row_whose_logits_are_no_numbers_drafts_nothing():
+    table = toy().table.clone()
+    table[2, 2] = torch.nan
+    rows = [row(0, [2, 2]), row(1, [1, 3])]
+    draft = ModelDrafter(Toy(table)).propose(rows, [3, 3], noise_of(rows))
+    assert int(draft.lengths[0]) == 0
+    assert int(draft.lengths[1]) > 0
+
+
+class Counting:
+    """A model that counts its passes and the tokens in them."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.passes: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.model, name)
+
+    def __call__(self, tokens: Tensor, cache: object, **options: object) -> Forward:
+        self.passes.append((tokens.shape[0], tokens.shape[1]))
+        return self.model(tokens, cache, **options)
+
+    vocab_size = property(lambda self: self.model.vocab_size)
+    max_length = property(lambda self: self.model.max_length)
+    device = property(lambda self: self.model.device)
+    new_cache = property(lambda self: self.model.new_cache)
+
+
+def test_a_round_costs_a_pass_for_each_token_and_a_text_is_read_once():
+    model = Counting(toy())
+    drafter, r = ModelDrafter(model), row(0, [1, 2, 3] * 10)
+    draft = drafter.propose([r], [4], noise_of([r]))
+    assert model.passes == [(1, 29), (1, 1), (1, 1), (1, 1), (1, 1)]
+    r.tokens += [*draft.tokens[0, :4].tolist(), 0]  # all kept: the last drafted token and the closing one are new
+    model.passes.clear()
+    draft = drafter.propose([r], [2], noise_of([r]))
+    assert model.passes == [(1, 2), (1, 1)]
+    r.tokens += [(int(draft.tokens[0, 0]) + 1) % V]  # nothing kept
+    model.passes.clear()
+    drafter.propose([r], [1], noise_of([r]))
+    assert model.passes == [(1, 1)]
+
+
+def test_a_new_request_is_read_apart_from_the_others():
+    model = Counting(toy())
+    drafter, rows = ModelDrafter(model), [row(0, [1, 2, 3])]
+    drafter.propose(rows, [1], noise_of(rows))
+    rows.append(row(1, [4] * 50))
+    model.passes.clear()
+    drafter.propose(rows, [1, 1], noise_of(rows))
+    assert model.passes == [(1, 49), (2, 1)]
+
+
+def test_the_first_layers_of_the_target_draft_without_touching_it():
+    target = tiny_llama()
+    drafter, short = early_exit(target, 1), target.first_layers(1)
+    rows = [row(0, [1, 2, 3, 4]), row(1, [5, 0])]
+    before = plain_logits(target, [1, 2, 3])
+    for _ in range(3):
+        draft = drafter.propose(rows, [3, 2], noise_of(rows))
+        assert check_laws(short, rows, draft) == 5
+        go_on(rows, draft, torch.Generator().manual_seed(1))
+    assert torch.equal(before, plain_logits(target, [1, 2, 3]))
+
+
+def test_a_target_without_layers_is_refused():
+    with pytest.raises(ValueError, match="a Toy has none"):
+        early_exit(toy(), 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"confidence": 1.5}, "confidence must be a probability"),
+        ({"temperature": -1.0}, "temperature must be a number"),
+        ({"branches": 0}, "branches must be a whole number"),
+        ({"branches": V + 1}, "only 6 tokens in common"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        ModelDrafter(toy(), **wrong)
+
+
+def test_noise_of_other_rounds_gives_other_drafts():
+    rows = [row(b, [b % V, 1]) for b in range(20)]
+    noise = noise_of(rows)
+    later = Noise(noise.seeds, noise.starts + 1)
+    one, other = (ModelDrafter(toy()).propose(rows, [3] * 20, n).tokens for n in (noise, later))
+    assert not torch.equal(one, other)

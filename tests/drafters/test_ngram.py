@@ -1,0 +1,113 @@
+import pytest
+import torch
+
+from drafters.rounds import Row, noise_of, row
+from draftproof.drafters import Shown, asks
+from draftproof.drafters.grams import Grams
+from draftproof.drafters.ngram import NGram
+
+
+def guess(drafter: NGram, r: Row, k: int) -> list[int]:
+    return drafter.propose([r], [k], noise_of([r])).tokens[0].tolist()
+
+
+def test_the_longest_known_run_decides():
+    # behind 2 alone stands 9 most often, behind 1 2 stands 3
+    assert guess(NGram(3), row(0, [1, 2, 3, 2, 9, 2, 9, 5, 1, 2]), 1) == [3]
+
+
+def test_an_unknown_run_backs_off_to_a_shorter_one():
+    assert guess(NGram(4), row(0, [1, 2, 3, 7, 8, 2]), 1) == [3]
+
+
+def test_the_most_frequent_follower_is_taken_and_of_equals_the_latest():
+    assert guess(NGram(2), row(0, [1, 5, 1, 5, 1, 6, 1]), 1) == [5]
+    assert guess(NGram(2), row(0, [1, 5, 1, 6, 1]), 1) == [6]
+
+
+def test_a_draft_ends_where_nothing_is_known():
+    assert guess(NGram(3), row(0, [1, 2, 3]), 4) == []
+
+
+def test_never_stopping_goes_on_with_the_most_frequent_token():
+    assert guess(NGram(3, stop_at_unknown=False), row(0, [2, 4, 2, 5]), 2) == [
+        2,
+        5,
+    ]  # 2 stood twice; behind 2 stood 5 last
+
+
+def test_a_path_that_seems_unlikely_ends():
+    text = row(0, [1, 2, 3, 4, 5, 6, 7, 1])
+    assert guess(NGram(2, least=0.2), text, 6) == [2, 3]  # 1/2 a step behind runs of one token
+    assert guess(NGram(5, least=0.2), text, 6) == [2, 3, 4, 5]  # 1/2 · 2/3 · 3/4 · 4/5: the run grows
+
+
+def test_what_was_emitted_is_learnt():
+    drafter, r = NGram(2), row(0, [1, 2])
+    assert guess(drafter, r, 2) == []
+    r.tokens += [3, 1]
+    assert guess(drafter, r, 2) == [2, 3]
+
+
+def test_runners_up_of_the_target_fill_in_what_was_never_seen():
+    drafter, r = NGram(3, fillers=2), row(0, [1, 2])
+    assert asks(drafter).top == 2
+    r.tokens += [5, 7]  # 5 was kept, 7 closed; the pass scored 2 and 5
+    r.shown = Shown(stop=3, top=torch.tensor([[5, 8], [7, 6]]))
+    guess(drafter, r, 1)
+    r.tokens += [5]
+    assert guess(drafter, r, 1) == [7]  # seen
+    r.tokens = [1, 2, 5, 7, 5, 8]
+    r.shown = Shown(stop=5, top=torch.tensor([[4, 4]]))
+    assert guess(drafter, r, 1) == []  # nobody has said what follows 8
+    r.shown = Shown(stop=6, top=torch.tensor([[4, 3]]))
+    assert guess(drafter, r, 1) == [4]  # the target has: 4 first
+
+
+def test_fillers_are_counted_once_and_less_than_what_was_seen():
+    drafter, r = NGram(2, fillers=1), row(0, [1, 2, 1])
+    r.shown = Shown(stop=3, top=torch.tensor([[9]]))
+    assert all(guess(drafter, r, 1) == [2] for _ in range(9))
+
+
+def test_a_tree_holds_the_best_paths_within_its_slots():
+    draft = NGram(2, branches=2, least=0.0).propose(rows := [row(0, [1, 5, 1, 6, 7, 1, 5, 1])], [4], noise_of(rows))
+    assert draft.parents is not None
+    pairs = list(zip(draft.tokens[0].tolist(), draft.parents[0].tolist(), strict=True))
+    assert pairs[0] == (5, -1)  # followed 1 twice
+    assert (6, -1) in pairs
+    assert (1, 0) in pairs  # 1 followed 5
+
+
+def test_the_table_forgets_its_older_half():
+    grams = Grams(longest=2, limit=10)
+    grams.read(list(range(50)), 0)
+    assert len(grams) <= 10
+    assert grams.followers((48,), 1)[0].token == 49
+    assert grams.followers((3,), 1) == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"longest": 1}, {"branches": 0}, {"fillers": -1}, {"least": 2.0}, {"branches": True}]
+)
+def test_wrong_settings_are_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        NGram(**wrong)
+
+
+def test_the_cost_of_a_round_does_not_grow_with_the_text():
+    """Counted and not timed: only new tokens are read."""
+    drafter, r = NGram(), row(0, [i % 50 for i in range(2000)])
+    guess(drafter, r, 4)
+    r.tokens = Watched([*r.tokens, 1, 2])
+    guess(drafter, r, 4)
+    assert r.tokens.touched < 40
+
+
+class Watched(list):
+    touched = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.touched += len(found) if isinstance(key, slice) else 1
+        return found

@@ -1,0 +1,111 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters.rounds import noise_of, row
+from draftproof.drafters.automaton import COUNTED, Automaton
+from draftproof.drafters.suffix import Suffix, read_corpus
+
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+
+
+def guess(drafter: Suffix, tokens: list[int], k: int) -> list[int]:
+    rows = [row(0, tokens)]
+    return drafter.propose(rows, [k], noise_of(rows)).tokens[0].tolist()
+
+
+def places(text: list[int], run: list[int]) -> list[int]:
+    """The indices behind every occurrence."""
+    return [i + len(run) for i in range(len(text) - len(run) + 1) if text[i : i + len(run)] == run]
+
+
+@settings(deadline=None)
+@given(texts)
+def test_the_longest_repeated_end_is_found(text):
+    length = Automaton.of([])
+    length.read(text)
+    found = length.repeated().length
+    assert found == max((n for n in range(len(text)) if len(places(text, text[len(text) - n :])) > 1), default=0)
+
+
+@settings(deadline=None)
+@given(texts, texts)
+def test_the_longest_known_end_of_another_text_is_found(text, other):
+    automaton = Automaton.of([text])
+    assert automaton.match(other).length == max(
+        n for n in range(len(other) + 1) if places(text, other[len(other) - n :])
+    )
+
+
+@settings(deadline=None)
+@given(texts, texts)
+def test_followers_are_all_there_are_by_count_then_the_latest(text, other):
+    automaton = Automaton.of([text])
+    match = automaton.match(other)
+    run = other[len(other) - match.length :]
+    behind = [i for i in places(text, run) if i < len(text)]
+    rank = {text[i]: (sum(text[j] == text[i] for j in behind), i) for i in behind}  # the last i stays
+    expected = sorted(rank, key=rank.__getitem__, reverse=True) if match.length else []
+    found = [follower.token for follower, _ in automaton.followers(match, len(expected) or 1)]
+    if expected:
+        assert found == expected
+
+
+def test_reading_a_text_of_one_token_takes_linear_time():
+    """Counted and not timed: an occurrence is tallied up a bounded number of links."""
+    automaton = Automaton()
+    automaton.read([1] * 500)
+    assert automaton.repeated().length == 499
+    assert max(automaton._count) <= 500
+    assert sum(automaton._count) <= 500 * COUNTED
+
+
+def test_the_draft_is_as_long_as_the_match_deserves():
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert guess(Suffix(), [*text, 0, 1], 9) == [2, 3, 4]  # 1/2, 1/3, 1/4
+    assert guess(Suffix(), [*text, 0, 1, 2, 3], 9) == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+
+
+def test_nothing_is_guessed_without_a_match():
+    assert guess(Suffix(), [1, 2, 3], 4) == []
+
+
+def test_a_repetition_goes_on():
+    assert guess(Suffix(), [7, 8] * 4, 6) == [7, 8, 7, 8, 7, 8]
+
+
+def test_a_corpus_is_used_where_it_matches_longer(tmp_path):
+    file = tmp_path / "corpus.txt"
+    file.write_text("1 2 3 4 5\n\n6 7 8\n", encoding="utf-8")
+    drafter = Suffix(corpus=read_corpus(file))
+    assert guess(drafter, [2, 9, 1, 2], 2) == [3, 4]
+    assert guess(Suffix(), [2, 9, 1, 2], 2) == [9, 1]
+
+
+def test_texts_of_a_corpus_do_not_run_into_each_other():
+    assert guess(Suffix(corpus=[[1, 2], [3, 4]]), [1, 2], 3) == []
+
+
+def test_a_file_that_holds_no_token_ids_is_refused(tmp_path):
+    file = tmp_path / "corpus.txt"
+    file.write_text("1 two 3", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"corpus\.txt must hold token ids"):
+        read_corpus(file)
+
+
+def test_earlier_outputs_are_kept_in_two_generations(monkeypatch):
+    monkeypatch.setattr("draftproof.drafters.suffix.KEPT", 20)
+    drafter = Suffix(keep=True)
+    for name in range(8):
+        r = row(name, [50])
+        drafter.propose([r], [0], noise_of([r]))
+        r.tokens += [10 * name + i for i in range(10)]
+        drafter.propose([r], [0], noise_of([r]))
+    late, early = row(90, [60, 61]), row(91, [0, 1])
+    assert drafter.propose([late], [3], noise_of([late])).tokens.tolist() == [[62, 63, 64]]
+    assert int(drafter.propose([early], [3], noise_of([early])).lengths[0]) == 0
+
+
+def test_wrong_settings_are_refused_by_name():
+    with pytest.raises(ValueError, match="least must be a probability"):
+        Suffix(least=-0.1)

