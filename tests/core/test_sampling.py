@@ -210,5 +210,5 @@ def test_a_wrong_value_names_the_field_the_value_and_the_range(field, value, wor
 
 
 def test_penalties_without_history_are_refused():
-    with pytest.raises(ValueError, match="row 1 asks for a penalty.*history"):
+    with pytest.raises(ValueError, match=r"row 1 asks for a penalty.*history"):
         warp(torch.zeros(2, 1, 5), [Sampling(), Sampling(presence_penalty=1.0)])

@@ -24,7 +24,7 @@ WARPS = [
 
 def plain_logits(model: Model, tokens: list[int]) -> Tensor:
     """Behind the last token, by one pass over the whole text and a cache that nobody has used."""
-    return model(torch.tensor([tokens]), model.new_cache(1), scored=1).logits[0, 0]
+    return model(torch.tensor([tokens], device=model.device), model.new_cache(1), scored=1).logits[0, 0].cpu()
 
 
 def expected(model: Model, r: Row, drafted: list[int], sampling: Sampling, V: int) -> Tensor:
@@ -40,7 +40,7 @@ def check_laws(model: Model, rows: list[Row], draft: Draft, vocab_size: int = V)
     """Every declared law is the one of the definition; how many were looked at."""
     if draft.law is None:
         return 0
-    probs, looked = draft.law.probs(), 0
+    probs, looked = draft.law.probs().cpu(), 0
     for b, r in enumerate(rows):
         for i in range(int(draft.lengths[b])):
             wanted = expected(model, r, draft.tokens[b, :i].tolist(), r.sampling, vocab_size)
@@ -78,6 +78,17 @@ def test_the_closing_token_and_the_last_drafted_one_are_read_when_all_were_kept(
     draft = drafter.propose([r], [3], noise_of([r]))
     r.tokens += [*draft.tokens[0].tolist(), 4]
     assert check_laws(model, [r], drafter.propose([r], [2], noise_of([r]))) == 2
+
+
+def test_rounds_in_which_nothing_was_asked_for_are_made_up_for():
+    """Then more than a closing token has come, and what was drafted long ago may stand where other tokens do."""
+    model, r = tiny_llama(), row(0, [1, 2, 3])
+    drafter = ModelDrafter(model)
+    drafted = drafter.propose([r], [4], noise_of([r])).tokens[0].tolist()
+    r.tokens += [drafted[0], *((t + 1) % V for t in drafted[1:]), 5]
+    drafter.propose([r], [0], noise_of([r]))
+    r.tokens += [2, 2]
+    assert check_laws(model, [r], drafter.propose([r], [3], noise_of([r]))) == 3
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -259,3 +270,17 @@ def test_noise_of_other_rounds_gives_other_drafts():
     later = Noise(noise.seeds, noise.starts + 1)
     one, other = (ModelDrafter(toy()).propose(rows, [3] * 20, n).tokens for n in (noise, later))
     assert not torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_law_is_the_plain_forward_s_too():
+    model, numbers = tiny_llama(device="cuda"), torch.Generator().manual_seed(0)
+    drafter = ModelDrafter(model)
+    rows = [row(b, [b, 1, 2], s) for b, s in enumerate(WARPS)]
+    for i in range(3):
+        noise = noise_of(rows)
+        draft = drafter.propose(rows, [(b + i) % 5 for b in range(5)], Noise(noise.seeds.cuda(), noise.starts.cuda()))
+        assert draft.tokens.is_cuda
+        assert check_laws(model, rows, draft) == int(draft.lengths.sum())
+        go_on(rows, draft, numbers)

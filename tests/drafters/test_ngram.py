@@ -23,6 +23,7 @@ def test_an_unknown_run_backs_off_to_a_shorter_one():
 def test_the_most_frequent_follower_is_taken_and_of_equals_the_latest():
     assert guess(NGram(2), row(0, [1, 5, 1, 5, 1, 6, 1]), 1) == [5]
     assert guess(NGram(2), row(0, [1, 5, 1, 6, 1]), 1) == [6]
+    assert guess(NGram(2), row(0, [1, 5, 1, 6, 1, 6, 1, 5, 1]), 1) == [5]
 
 
 def test_a_draft_ends_where_nothing_is_known():

@@ -6,7 +6,7 @@ from drafters.rounds import noise_of, row
 from draftproof.drafters.automaton import COUNTED, Automaton
 from draftproof.drafters.suffix import Suffix, read_corpus
 
-texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=16)
 
 
 def guess(drafter: Suffix, tokens: list[int], k: int) -> list[int]:
@@ -22,10 +22,11 @@ def places(text: list[int], run: list[int]) -> list[int]:
 @settings(deadline=None)
 @given(texts)
 def test_the_longest_repeated_end_is_found(text):
-    length = Automaton.of([])
-    length.read(text)
-    found = length.repeated().length
-    assert found == max((n for n in range(len(text)) if len(places(text, text[len(text) - n :])) > 1), default=0)
+    automaton = Automaton()
+    automaton.read(text)
+    assert automaton.repeated().length == max(
+        (n for n in range(len(text)) if len(places(text, text[len(text) - n :])) > 1), default=0
+    )
 
 
 @settings(deadline=None)
@@ -35,6 +36,17 @@ def test_the_longest_known_end_of_another_text_is_found(text, other):
     assert automaton.match(other).length == max(
         n for n in range(len(other) + 1) if places(text, other[len(other) - n :])
     )
+
+
+@settings(deadline=None)
+@given(texts)
+def test_every_run_is_known_with_its_count(text):
+    automaton = Automaton.of([text])
+    for start in range(len(text)):
+        for stop in range(start + 1, len(text) + 1):
+            match = automaton.match(text[start:stop])
+            assert match.length == stop - start
+            assert automaton._count[match.state] == len(places(text, text[start:stop]))
 
 
 @settings(deadline=None)

@@ -24,10 +24,10 @@ def toy(vocab_size: int = V, seed: int = 5) -> Toy:
 
 
 @cache
-def tiny_llama(vocab_size: int = V, max_length: int = 64) -> HFModel:
+def tiny_llama(max_length: int = 64, device: str = "cpu") -> HFModel:
     """Random weights, two layers, a real K/V cache; its logits are spread so that laws differ."""
     config = LlamaConfig(
-        vocab_size=vocab_size,
+        vocab_size=V,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
@@ -40,7 +40,7 @@ def tiny_llama(vocab_size: int = V, max_length: int = 64) -> HFModel:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).eval()
     model.lm_head.weight.data.mul_(20)
-    return HFModel(model)
+    return HFModel(model.to(device))
 
 
 CHAINS: dict[str, Callable[[], Drafter]] = {

@@ -1,6 +1,8 @@
 """Closing a round: the token that follows the kept ones, from the residual after a rejection, from p after none."""
 
 from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -14,8 +16,8 @@ from draftproof.core.types import PAD
 TRIALS: Final = 64
 """Trials of thinning before the residual is summed in full. Part of the contract: so is the lane behind them."""
 
-AT_ONCE: Final = 16
-"""Trials made side by side. Which one stands does not depend on it."""
+AT_ONCE: Final = (0, 4, 16, 32, TRIALS)
+"""Trials are made side by side, from one of these borders to the next. Which one stands does not depend on it."""
 
 
 def close(weights: Float[Tensor, "N V"], noise: Noise, lane: int = 0) -> Int[Tensor, " N"]:
@@ -38,13 +40,15 @@ def thin(
     found = torch.full((len(p),), PAD, dtype=torch.long, device=p.device)
     rows = torch.arange(len(p), device=p.device)
     sums = chunk_sums(p)
-    for start in range(0, TRIALS, AT_ONCE):
-        lanes = torch.arange(start, start + AT_ONCE, device=p.device)
-        x, p_x = _trials(p, sums, noise, lanes)
-        stands = noise.uniform(Site.THIN, lanes) * p_x < p_x - q_of(rows, x)
+    for start, stop in pairwise(AT_ONCE):
+        first, second, coin = _numbers(noise, start, stop)
+        chunk = invert(sums, first)
+        inside = chunk_weights(p, chunk)
+        offset = invert(inside, second[..., None])
+        x, p_x = chunk * CHUNK + offset[..., 0], inside.gather(-1, offset)[..., 0].double()
+        stands = coin * p_x < p_x - q_of(rows, x)
         standing = stands.any(-1)
-        first = x.gather(-1, stands.int().argmax(-1, keepdim=True))[:, 0]
-        found[rows] = torch.where(standing, first, PAD)
+        found[rows] = torch.where(standing, x.gather(-1, stands.int().argmax(-1, keepdim=True))[:, 0], PAD)
         if bool(standing.all()):
             break
         left = (~standing).nonzero()[:, 0]
@@ -52,12 +56,15 @@ def thin(
     return found
 
 
-def _trials(
-    p: Float[Tensor, "N V"], sums: Float[Tensor, "N C"], noise: Noise, lanes: Int[Tensor, " L"]
-) -> tuple[Int[Tensor, "N L"], Float[Tensor, "N L"]]:
-    """A draw from p for each lane, and p of what was drawn."""
-    first, second = noise.pair(Site.CLOSE, lanes)
-    chunk = invert(sums, first)
-    inside = chunk_weights(p, chunk)
-    offset = invert(inside, second[..., None])
-    return chunk * CHUNK + offset[..., 0], inside.gather(-1, offset)[..., 0].double()
+def _numbers(noise: Noise, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Two numbers for the draw of each of these trials and a coin on whether it stands, had in one go."""
+    n = stop - start
+    both = noise.pairs(*_addresses(start, stop, noise.seeds.device))
+    return both[0, :, :n], both[1, :, :n], both[0, :, n:]
+
+
+@cache
+def _addresses(start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sites and lanes: the draws' first, then the coins'."""
+    lanes = torch.arange(start, stop, device=device)
+    return torch.tensor([Site.CLOSE, Site.THIN], device=device).repeat_interleave(len(lanes)), lanes.repeat(2)

@@ -22,14 +22,14 @@ def settle(
     """Scale, cutoff, log-sum-exp and point of each row. The log-sum-exp is NaN where a row is no law."""
     peak = logits.amax(-1)
     sound = torch.isfinite(peak)  # NaN and +inf show in the peak; −inf means that nothing is allowed
-    point = torch.full(peak.shape, PAD, dtype=torch.long, device=peak.device)
-    scale = torch.ones_like(peak, dtype=torch.float64)
+    scale = 1.0 / (temperature or 1.0)
+    scales = torch.full_like(peak, scale, dtype=torch.float64)
     if temperature == 0:
         lse = torch.where(sound, 0.0, math.nan).double()
-        return scale, torch.full_like(peak, -math.inf), lse, logits.argmax(-1)
-    inverse = 1.0 / temperature
-    cutoff, lse = _cut(logits, inverse, peak, top_k, top_p, min_p)
-    return scale * inverse, cutoff, lse.masked_fill(~sound, math.nan), point
+        return scales, torch.full_like(peak, -math.inf), lse, logits.argmax(-1)
+    cutoff, lse = _cut(logits, scale, peak, top_k, top_p, min_p)
+    point = torch.full_like(peak, PAD, dtype=torch.long)
+    return scales, cutoff, torch.where(sound, lse, math.nan), point
 
 
 def _cut(

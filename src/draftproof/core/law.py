@@ -7,7 +7,9 @@ Temperature, top-k, top-p and min-p all come down to three numbers for each row,
 So nothing of the vocabulary's size is written until somebody asks for it. All logits equal to the cutoff are kept.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -46,6 +48,7 @@ class Law:
     `point` is the one possible token of a greedy row, PAD elsewhere: temperature 0 is the limit law, a point mass on
     the first argmax, and never an infinite scale. `lse` is NaN where a row is no law at all: NaN or +inf among its
     logits, or nothing allowed. `scale` and `lse` are float64: log-probabilities are differences of large numbers.
+    `plain` says that no row has a cutoff or a point: who made the law knows, and nobody needs to look.
     """
 
     logits: Float[Tensor, "*B R"]
@@ -54,6 +57,7 @@ class Law:
     lse: Float[Tensor, "*B"]
     point: Int[Tensor, "*B"]
     vocab: Vocab | None = None
+    plain: bool = False
 
     @classmethod
     def of(cls, probs: Float[Tensor, "*B V"]) -> "Law":
@@ -65,6 +69,7 @@ class Law:
             torch.full_like(lse, -torch.inf, dtype=probs.dtype),
             lse.masked_fill(~torch.isfinite(lse), torch.nan),
             torch.full_like(lse, PAD, dtype=torch.long),
+            plain=True,
         )
 
     @property
@@ -72,16 +77,25 @@ class Law:
         return self.logits.shape[-1] if self.vocab is None else len(self.vocab.entry)
 
     def at(self, rows: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> "Law":
-        """The laws of N places out of [B, J]: nothing but their logits is copied."""
-        index = (rows, positions)
-        return Law(
-            self.logits[index],
-            self.scale[index],
-            self.cutoff[index],
-            self.lse[index],
-            self.point[index],
-            self.vocab,
-        )
+        """The laws of N places out of [B, J], their logits copied."""
+        if self.logits.is_contiguous():  # whole rows are copied several times faster so
+            logits = self.logits.flatten(0, 1).index_select(0, rows * self.logits.shape[1] + positions)
+        else:
+            logits = self.logits[rows, positions]
+        return self._part(logits, (rows, positions))
+
+    def head(self, K: int) -> "Law":
+        """The first K positions out of [B, J], by reference."""
+        return self._part(self.logits[:, :K], (slice(None), slice(K)))
+
+    @property
+    def first(self) -> "Law":
+        """The first position out of [B, J], by reference: laws of shape [B]."""
+        return self._part(self.logits[:, 0], (slice(None), 0))
+
+    def _part(self, logits: Tensor, place: Any) -> "Law":
+        numbers = [part[place] for part in (self.scale, self.cutoff, self.lse, self.point)]
+        return Law(logits, numbers[0], numbers[1], numbers[2], numbers[3], self.vocab, self.plain)
 
     def log_prob(self, tokens: Int[Tensor, "*B"]) -> Float[Tensor, "*B"]:
         """log p(token), float64, −inf where impossible. A PAD is read as token 0: the caller masks what it padded."""
@@ -89,21 +103,50 @@ class Law:
 
     def log_probs(self, tokens: Int[Tensor, "*B M"]) -> Float[Tensor, "*B M"]:
         """log p of several tokens a row."""
+        tokens, entry = self._entries(tokens)
+        return self._log(self.logits.gather(-1, entry.clamp_min(0)), tokens, entry)
+
+    def log_probs_at(
+        self, rows: Int[Tensor, " N"], positions: Int[Tensor, " N"], tokens: Int[Tensor, "N M"]
+    ) -> Float[Tensor, "N M"]:
+        """log p of several tokens at N places out of [B, J]: `at(…).log_probs(…)` without copying a row."""
+        tokens, entry = self._entries(tokens)
+        logit = self.logits[rows[:, None], positions[:, None], entry.clamp_min(0)]
+        return self._part(logit, (rows, positions))._log(logit, tokens, entry)
+
+    def _entries(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         tokens = tokens.clamp_min(0)
-        entry = tokens if self.vocab is None else self.vocab.entry[tokens]
-        logit = self.logits.gather(-1, entry.clamp_min(0))
+        return tokens, tokens if self.vocab is None else self.vocab.entry[tokens]
+
+    def _log(self, logit: Tensor, tokens: Tensor, entry: Tensor) -> Tensor:
         log_p = self.scale[..., None] * logit - self.lse[..., None]
-        log_p.masked_fill_((logit < self.cutoff[..., None]) | (entry < 0), -torch.inf)
+        if self.vocab is not None:
+            log_p.masked_fill_(entry < 0, -torch.inf)
+        if self.plain:
+            return log_p
+        log_p.masked_fill_(logit < self.cutoff[..., None], -torch.inf)
         point = self.point[..., None]
         return torch.where(point == PAD, log_p, torch.where(tokens == point, 0.0, -torch.inf))
 
     def probs(self) -> Float[Tensor, "*B V"]:
         """The dense rows, in the logits' precision and over the target's vocabulary."""
-        dense = exponentials(self.logits, self.scale, self.lse, self.cutoff)
+        return self._dense(self.logits.clone())
+
+    def probs_at(self, rows: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
+        """The dense rows of N places out of [B, J]: `at(…).probs()` with one copy less."""
+        place = self.at(rows, positions)
+        return place._dense(place.logits)
+
+    def _dense(self, logits: Float[Tensor, "*B R"]) -> Float[Tensor, "*B V"]:
+        """Turn the logits, which are written over, into probabilities."""
+        below = None if self.plain else logits < self.cutoff[..., None]
+        dense = exponentials_(logits, self.scale, self.lse)
+        if below is not None:
+            dense.masked_fill_(below, 0.0)
         if self.vocab is not None:
             dense = dense.new_zeros(*dense.shape[:-1], self.vocab_size).index_copy_(-1, self.vocab.ids, dense)
-        certain = self.point != PAD
-        if certain.any():
+        certain = None if self.plain else self.point != PAD
+        if certain is not None and bool(certain.any()):
             dense[certain] = torch.nn.functional.one_hot(self.point[certain], self.vocab_size).to(dense.dtype)
         return dense
 
@@ -113,27 +156,24 @@ class Law:
         return draw(self.probs(), first[:, 0], second[:, 0])
 
 
-def exponentials(
-    logits: Float[Tensor, "*B R"],
-    scale: Float[Tensor, "*B"],
-    lse: Float[Tensor, "*B"],
-    cutoff: Float[Tensor, "*B"],
+LOG2_E = math.log2(math.e)
+
+
+def exponentials_(
+    logits: Float[Tensor, "*B R"], scale: Float[Tensor, "*B"], lse: Float[Tensor, "*B"]
 ) -> Float[Tensor, "*B R"]:
-    """exp(scale · logit − lse), and 0 below the cutoff.
+    """exp(scale · logit − lse), in the logits' own memory.
 
     scale · logit and lse are both large and their difference small: subtracting lse / scale from the logit first, and
-    making up for its rounding by a factor, keeps float32 rows right to 1e-7.
+    making up for its rounding by a factor, keeps float32 rows right to 1e-7. By powers of 2, which cost half of exp's.
     """
     centre = (lse / scale).to(logits.dtype)
     gain = (scale * centre - lse).exp().to(logits.dtype)
-    dense = logits - centre[..., None]
-    dense.mul_(scale.to(logits.dtype)[..., None]).exp_().mul_(gain[..., None])
-    if not torch.isneginf(cutoff).all():
-        dense.masked_fill_(logits < cutoff[..., None], 0.0)
-    return dense
+    logits.sub_(centre[..., None]).mul_((scale * LOG2_E).to(logits.dtype)[..., None])
+    return logits.exp2_().mul_(gain[..., None])
 
 
-BLOCK = 2**20
+BLOCK = 2**18
 """Numbers worked on at a time by `log_sum_exp`: what it writes stays in the cache and is never large."""
 
 
@@ -149,16 +189,13 @@ def log_sum_exp(
     enough for float32.
     """
     step = max(2, BLOCK // max(1, logits.shape[-1]))
-    totals = []
-    for rows, top, edge in zip(
-        logits.split(step), peak.split(step), (peak if cutoff is None else cutoff).split(step), strict=True
-    ):
-        dense = rows - top[:, None]
-        if scale != 1.0:
-            dense.mul_(scale)
-        dense.exp_()
+    buffer, totals = torch.empty_like(logits[:step]), []
+    for start in range(0, len(logits), step):
+        rows = logits[start : start + step]
+        dense = torch.sub(rows, peak[start : start + step, None], out=buffer[: len(rows)])
+        dense.mul_(scale * LOG2_E).exp2_()
         if cutoff is not None:
-            dense.masked_fill_(rows < edge[:, None], 0.0)
+            dense.masked_fill_(rows < cutoff[start : start + step, None], 0.0)
         totals.append(chunk_sums(dense).double().sum(-1))
     return scale * peak.double() + torch.cat(totals).log()
 

@@ -7,14 +7,15 @@ four 32-bit words, so that any number can be had on any device without those bef
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
+Words = npt.NDArray[np.uint32]
 
 
 class Site(IntEnum):
@@ -31,10 +32,11 @@ class Site(IntEnum):
 class Noise:
     """The randomness of one round: `seeds` of the requests, `starts` of the round.
 
-    A number is addressed by (seed, start, site, j, lane). `starts` is the index of the first token the round emits,
-    prompt counted. A round emits at least one token, so (seed, start) never repeats; a row's numbers do not depend
-    on its neighbours. Token positions alone would not do as an address: block verification looks at coins behind
-    the last token it keeps, and the next round would throw them again.
+    A number is addressed by (seed, start, site, j, lane) and has 53 bits: with 24 the tail of a large vocabulary is out
+    of reach. `starts` is the index of the first token the round emits, prompt counted. A round emits at least one
+    token, so (seed, start) never repeats; a row's numbers do not depend on its neighbours. Token positions alone would
+    not do as an address: block verification looks at coins behind the last token it keeps, and the next round would
+    throw them again.
     """
 
     seeds: Int[Tensor, " B"]
@@ -55,57 +57,61 @@ class Noise:
 
     def uniform(self, site: Site, lanes: Tensor, j: int = 0) -> Float[Tensor, "B N"]:
         """One number a lane, uniform on [0, 1), 53 bits. `lanes`: [N], or [B, N] where they differ by row."""
-        a, b, _, _ = self.words(site, lanes, j)
-        return unit(a, b)
+        return self.pairs(site, lanes, j)[0]
 
     def pair(self, site: Site, lanes: Tensor, j: int = 0) -> tuple[Float[Tensor, "B N"], Float[Tensor, "B N"]]:
         """Two numbers a lane: a draw in two steps wants 53 bits for each."""
-        a, b, c, d = self.words(site, lanes, j)
-        return unit(a, b), unit(c, d)
+        first, second = self.pairs(site, lanes, j)
+        return first, second
 
     def exponential(self, site: Site, lanes: Tensor, j: int = 0) -> Float[Tensor, "B N"]:
         """One number a lane, Exp(1), never 0: a clock at 0 would win any race, whatever its rate."""
         return -torch.log1p(-(self.uniform(site, lanes, j) + 2.0**-54))
 
-    def words(self, site: Site, lanes: Tensor, j: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The four 32-bit words at counter (lane, j, start, site), as int64 [B, N]."""
+    def pairs(self, site: Site | Tensor, lanes: Tensor, j: int = 0) -> Float[Tensor, "2 B N"]:
+        """Both numbers of each counter (lane, j, start, site); one site, or one for each lane."""
+        shape = (4, len(self.seeds), lanes.shape[-1])
         if lanes.device.type != "cpu":
-            counter = torch.empty((4, len(self.seeds), lanes.shape[-1]), dtype=torch.int64, device=lanes.device)
-            counter[0], counter[1], counter[2], counter[3] = lanes, j, self.starts[:, None], int(site)
-            return philox(counter, torch.stack([self.seeds & MASK, (self.seeds >> 32) & MASK])[..., None])
+            counter = torch.empty(shape, dtype=torch.int64, device=lanes.device)
+            counter[0], counter[1], counter[2], counter[3] = lanes, j, self.starts[:, None], site
+            words = philox(counter, torch.stack([self.seeds, self.seeds >> 32])[..., None] & MASK)
+            return ((words[0::2] >> 5) * 2**26 + (words[1::2] >> 6)).double() * 2.0**-53
         # numpy's small operations cost a quarter of torch's, and a round needs a few numbers only
-        array = np.empty((4, len(self.seeds), lanes.shape[-1]), dtype=np.int64)
-        array[0], array[1], array[2], array[3] = lanes.numpy(), j, self.starts.numpy()[:, None], int(site)
+        array = np.empty(shape, dtype=np.uint32)
+        array[0], array[1], array[2] = lanes.numpy(), j, self.starts.numpy()[:, None]
+        array[3] = site.numpy() if isinstance(site, Tensor) else site
         seeds = self.seeds.numpy()[:, None]
-        a, b, c, d = philox(array, np.stack([seeds & MASK, (seeds >> 32) & MASK]))
-        return torch.from_numpy(a), torch.from_numpy(b), torch.from_numpy(c), torch.from_numpy(d)
+        even, odd = philox_numpy(array, np.stack([seeds, seeds >> 32]).astype(np.uint32))
+        return torch.from_numpy(((even >> 5) * 2.0**26 + (odd >> 6)) * 2.0**-53)
 
 
-def unit(high: Tensor, low: Tensor) -> Tensor:
-    """53 of 64 bits as a float64 in [0, 1): with 24 bits the tail of a large vocabulary is out of reach."""
-    return ((high >> 5) * 2**26 + (low >> 6)).double() * 2.0**-53
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64).reshape(2, 1, 1)
+_WEYL = (np.arange(10, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)).reshape(
+    10, 2, 1, 1
+)
 
 
-def philox(counter: Any, key: Any) -> tuple[Any, Any, Any, Any]:
-    """Ten rounds on 32-bit words held in int64: counter [4, B, N] and key [2, B, 1], both numpy or both torch.
+def philox_numpy(counter: Words, key: Words) -> tuple[Words, Words]:
+    """Ten rounds: counter [4, B, N] and key [2, B, 1] to words 0 and 2, [2, B, N], and words 1 and 3; all uint32.
 
-    The two halves of the state go through the same steps, so they travel as one array. The products wrap around
-    like unsigned ones: only their low 64 bits are looked at, and the mask takes the sign back off.
+    The two halves of the state go through the same steps, so they travel as one array. A 64-bit product is read as two
+    32-bit words where it lies.
     """
     even, odd = counter[0::2], counter[1::2]
-    multipliers: Any = _MULTIPLIERS
-    weyl: Any = _WEYL
-    if isinstance(counter, Tensor):
-        multipliers, weyl = (torch.from_numpy(c).to(counter.device) for c in (multipliers, weyl))
+    for k in (key + _WEYL).astype(np.uint32):
+        product = (even * _MULTIPLIERS).view(np.uint32)[::-1]
+        even, odd = product[..., 1::2] ^ odd ^ k, product[..., 0::2]
+    return even, odd
+
+
+def philox(counter: Int[Tensor, "4 B N"], key: Int[Tensor, "2 B 1"]) -> Int[Tensor, "4 B N"]:
+    """The same on 32-bit words held in int64, on any device, in order.
+
+    The products wrap around like unsigned ones: only their low 64 bits are looked at, and the mask takes the sign off.
+    """
+    multipliers, weyl = (torch.from_numpy(c.astype(np.int64)).to(counter.device) for c in (_MULTIPLIERS, _WEYL))
+    even, odd = counter[0::2], counter[1::2]
     for k in (key + weyl) & MASK:
-        product = even * multipliers
-        even, odd = _swap((product >> 32) & MASK) ^ odd ^ k, _swap(product & MASK)
-    return even[0], odd[0], even[1], odd[1]
-
-
-_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57]).reshape(2, 1, 1)
-_WEYL = (np.arange(10)[:, None] * np.array([0x9E3779B9, 0xBB67AE85])).reshape(10, 2, 1, 1)
-
-
-def _swap(halves: Any) -> Any:
-    return halves[::-1] if isinstance(halves, np.ndarray) else halves.flip(0)
+        product = (even * multipliers).flip(0)
+        even, odd = ((product >> 32) & MASK) ^ odd ^ k, product & MASK
+    return torch.stack([even, odd], 1).flatten(0, 1)

@@ -120,4 +120,5 @@ def warp(
         scale, cutoff, lse, point = (torch.stack(parts) for parts in zip(*each, strict=True))
     if vocab is not None:
         point = torch.where(point >= 0, vocab.ids[point.clamp_min(0)], point)
-    return Law(logits, scale, cutoff, lse, point, vocab)
+    plain = all(s.temperature > 0 and s.top_k is None and s.top_p == 1 and s.min_p == 0 for s in samplings)
+    return Law(logits, scale, cutoff, lse, point, vocab, plain)

@@ -88,7 +88,7 @@ class ModelDrafter:
     def _law(self, logits: Float[Tensor, "B R"], samplings: list[Sampling], seen: list[History]) -> Law:
         """What each row's next token is drawn from. To cut tokens off is to mask them: the law knows no others."""
         law = warp(logits[:, None, : self._V], samplings, seen, vocab=self._vocab)
-        return Law(law.logits[:, 0], law.scale[:, 0], law.cutoff[:, 0], law.lse[:, 0], law.point[:, 0], law.vocab)
+        return law.first
 
 
 def _drawn(law: Law, noise: Noise, j: int, greedy: bool) -> Int[Tensor, " B"]:

@@ -21,7 +21,7 @@ TAIL: Final = 32
 """Tokens of a text that are looked for in earlier outputs and in the corpus."""
 
 KEPT: Final = 2**16
-"""Tokens of earlier outputs in a generation. Two are kept, and a token costs some 600 bytes."""
+"""Tokens of earlier outputs in a generation. Two are kept, and a token costs some 500 bytes."""
 
 
 @dataclass(slots=True)

@@ -29,26 +29,33 @@ def block(p: Law, draft: Draft, noise: Noise) -> Verdict:
     rows, at = torch.arange(len(draft.lengths), device=draft.lengths.device), draft.lengths
     accepted = torch.zeros_like(draft.lengths)
     stops = coins[rows, at].log() < log_weight[rows, at]
+    stopped, weights = [rows[stops]], [p.probs_at(rows[stops], at[stops])]
     accepted[stops] = at[stops]
-    stopped, weights = [rows[stops]], [p.at(rows[stops], at[stops]).probs()]
     while len(rows := rows[~stops]):
         at = at[~stops] - 1
         chance, spare = station(p, draft, log_weight[rows, at], rows, at)
         stops = coins[rows, at] < chance
         accepted[rows[stops]] = at[stops]
         stopped.append(rows[stops])
-        weights.append(spare[stops])
+        weights.append(spare if bool(stops.all()) else spare.index_select(0, stops.nonzero()[:, 0]))
+        del spare  # not to be held while the next station is visited
     order = torch.cat(stopped)
     closing = torch.empty_like(accepted)
-    closing[order] = close(torch.cat(weights), noise.take(order))
+    closing[order] = close(_rows(weights), noise.take(order))
     return verdict(draft, accepted, closing)
+
+
+def _rows(parts: list[Tensor]) -> Float[Tensor, "B V"]:
+    """All rows one below the other, without a copy where they are together already."""
+    parts = [part for part in parts if len(part)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def judge(p: Law, draft: Draft) -> Judgement:
     """Every station, from the end of the draft down to the root; a short draft's last stations are never reached."""
     log_weight = log_weights(p, draft)
     rows, at = torch.arange(len(draft.lengths), device=draft.lengths.device), draft.lengths
-    nodes, chances, laws = [at], [log_weight[rows, at].exp()], [p.at(rows, at).probs()]
+    nodes, chances, laws = [at], [log_weight[rows, at].exp()], [p.probs_at(rows, at)]
     for _ in range(draft.tokens.shape[1]):
         at = (at - 1).clamp_min(0)
         chance, spare = station(p, draft, log_weight[rows, at], rows, at)
@@ -72,10 +79,10 @@ def station(
     p: Law, draft: Draft, log_weight: Float[Tensor, " N"], rows: Int[Tensor, " N"], at: Int[Tensor, " N"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, "N V"]]:
     """Inside a draft: the chance of stopping here, if nothing deeper did, and what the closing token is drawn from."""
-    spare = excess(p.at(rows, at).probs(), draft, rows, at, log_weight.exp())
+    spare = excess(p.probs_at(rows, at), draft, rows, at, log_weight.exp())
     mass = chunk_sums(spare).double().sum(-1)
     gap = -torch.expm1(log_weight)  # 1 − w without cancellation
     chance = (mass / (mass + gap).clamp_min(torch.finfo(mass.dtype).tiny)).masked_fill(at == 0, 1.0)
     if bool((mass <= 0).any()):  # nothing is missing: only rounding leads here, and then p is right
-        spare = torch.where(mass[:, None] > 0, spare, p.at(rows, at).probs())
+        spare = torch.where(mass[:, None] > 0, spare, p.probs_at(rows, at))
     return chance, spare

@@ -26,9 +26,7 @@ def real(draft: Draft) -> Bool[Tensor, "B K"]:
 
 def log_ratios(p: Law, draft: Draft) -> Float[Tensor, "B K"]:
     """log p(x) − log q(x) of every drafted token x; q is 1 where it was chosen."""
-    K = draft.tokens.shape[1]
-    head = Law(p.logits[:, :K], p.scale[:, :K], p.cutoff[:, :K], p.lse[:, :K], p.point[:, :K], p.vocab)
-    log_p = head.log_prob(draft.tokens)
+    log_p = p.head(draft.tokens.shape[1]).log_prob(draft.tokens)
     if draft.law is None:
         return log_p
     log_q = draft.law.log_prob(draft.tokens)
@@ -40,11 +38,11 @@ def log_ratios(p: Law, draft: Draft) -> Float[Tensor, "B K"]:
 def draft_probs(draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], like: Tensor) -> Float[Tensor, "N V"]:
     """q at these places, dense: the declared law, or a point mass on a chosen token."""
     if draft.law is not None and draft.drawn is None:
-        return draft.law.at(rows, at).probs()
+        return draft.law.probs_at(rows, at)
     dense = torch.zeros_like(like).scatter_(-1, draft.tokens[rows, at].clamp_min(0)[:, None], 1.0)
     if draft.law is None or draft.drawn is None:
         return dense
-    return torch.where(draft.drawn[rows, at][:, None], draft.law.at(rows, at).probs(), dense)
+    return torch.where(draft.drawn[rows, at][:, None], draft.law.probs_at(rows, at), dense)
 
 
 def draft_prob_of(
@@ -54,7 +52,7 @@ def draft_prob_of(
     chosen = (tokens == draft.tokens[rows, at][:, None]).double()
     if draft.law is None:
         return chosen
-    drawn = draft.law.at(rows, at).log_probs(tokens).exp()
+    drawn = draft.law.log_probs_at(rows, at, tokens).exp()
     return drawn if draft.drawn is None else torch.where(draft.drawn[rows, at][:, None], drawn, chosen)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from draftproof.core.law import Law
 from draftproof.core.noise import Noise
-from draftproof.core.race import race
+from draftproof.core.race import run
 from draftproof.core.types import Draft, Inexact, Verdict
 from draftproof.verify.chain import verdict
 
@@ -22,7 +22,7 @@ def coupled(p: Law, draft: Draft, noise: Noise) -> Verdict:
     rows = torch.arange(len(accepted), device=accepted.device)
     for i in range(draft.tokens.shape[1] + 1):
         here = torch.full_like(rows, i)
-        drawn = race(p.at(rows, here), noise.take(rows).shifted(i))
+        drawn = run(p.probs_at(rows, here), noise.take(rows).shifted(i))
         closing[rows] = drawn
         going = rows[i < draft.lengths[rows]]
         if not len(going):

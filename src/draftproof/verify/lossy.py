@@ -74,12 +74,13 @@ class typical:  # noqa: N801
     def __call__(self, p: Law, draft: Draft, noise: Noise) -> Verdict:
         refuse_inexact(draft, "typical")
         K = draft.tokens.shape[1]
-        kept = self._accepts(_dense(p, K)).gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
+        kept = self._accepts(p.head(K).probs()).gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
         return _from_p(p, draft, noise, kept, self._law)
 
     def _accepts(self, p: Float[Tensor, "*B V"]) -> Bool[Tensor, "*B V"]:
         entropy = torch.special.entr(p).sum(-1, keepdim=True)
-        return p > (self.delta * (-entropy).exp()).clamp_max(self.epsilon)
+        typical_enough: Tensor = p > (self.delta * (-entropy).exp()).clamp_max(self.epsilon)
+        return typical_enough
 
     def _law(self, p: Tensor, q: Tensor) -> Tensor:
         accepted = q * self._accepts(p)
@@ -94,12 +95,12 @@ def _from_p(p: Law, draft: Draft, noise: Noise, kept: Bool[Tensor, "B K"], outpu
     """Keep the leading run, close from p whatever happened."""
     accepted = leading(kept & real(draft))
     rows = torch.arange(len(accepted), device=accepted.device)
-    return _metered(verdict(draft, accepted, close(p.at(rows, accepted).probs(), noise)), p, draft, output)
+    return _metered(verdict(draft, accepted, close(p.probs_at(rows, accepted), noise)), p, draft, output)
 
 
 def _metered(made: Verdict, p: Law, draft: Draft, output: Output) -> Verdict:
     B, K = draft.tokens.shape
-    here = _dense(p, K)
+    here = p.head(K).probs()
     rows, at = torch.arange(B, device=here.device).repeat_interleave(K), torch.arange(K, device=here.device).repeat(B)
     q = draft_probs(draft, rows, at, here.flatten(0, 1)).view_as(here)
     out = output(here, q)
@@ -110,8 +111,3 @@ def _metered(made: Verdict, p: Law, draft: Draft, output: Output) -> Verdict:
         (out * log_ratio).sum(-1).clamp_min(0).masked_fill(outside, 0.0),
     )
     return Verdict(made.tokens, made.accepted, exact=False, deviation=deviation)
-
-
-def _dense(p: Law, K: int) -> Float[Tensor, "B K V"]:
-    """p at the draft's positions."""
-    return Law(p.logits[:, :K], p.scale[:, :K], p.cutoff[:, :K], p.lse[:, :K], p.point[:, :K], p.vocab).probs()

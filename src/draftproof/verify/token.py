@@ -32,7 +32,7 @@ def judge(p: Law, draft: Draft) -> Judgement:
     rows = torch.arange(B, device=chance.device)
     laws = []
     for i in range(K + 1):
-        here = p.at(rows, node[:, i]).probs()
+        here = p.probs_at(rows, node[:, i])
         laws.append(normalise(excess(here.clone(), draft, rows, node[:, i]), here))
     return Judgement(node, chance, torch.stack(laws, 1))
 
@@ -40,7 +40,7 @@ def judge(p: Law, draft: Draft) -> Judgement:
 def closing(p: Law, draft: Draft, accepted: Int[Tensor, " B"], noise: Noise) -> Int[Tensor, " B"]:
     """The closing token: from the residual where a token was rejected, from p where none was."""
     rows = torch.arange(len(accepted), device=accepted.device)
-    here = p.at(rows, accepted).probs()
+    here = p.probs_at(rows, accepted)
     missed = (accepted < draft.lengths).nonzero()[:, 0]
     if not len(missed):
         return close(here, noise)

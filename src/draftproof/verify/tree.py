@@ -29,18 +29,14 @@ def tree(p: Law, draft: Draft, noise: Noise) -> Verdict:
     K = draft.tokens.shape[1]
     coins = torch.nn.functional.pad(noise.coins(K), (1, 0))  # the root stops for certain: its coin is 0
     node = torch.zeros_like(draft.lengths)
-    stopped, weights = [], []
+    weights = p.logits.new_empty(len(node), p.vocab_size)  # what each row's closing token is drawn from
     walk = Walk.start(p, draft)
     for stop in walk.stations():
         stops = coins[stop.rows, stop.node] < stop.chance
         node[stop.rows[stops]] = stop.node[stops]
-        stopped.append(stop.rows[stops])
-        weights.append(stop.law[stops])
+        weights[stop.rows[stops]] = stop.law[stops]
         walk.leave(stop.rows[stops])
-    order = torch.cat(stopped)
-    closing = torch.empty_like(node)
-    closing[order] = close(torch.cat(weights), noise.take(order))
-    return _verdict(draft, node, closing)
+    return _verdict(draft, node, close(weights, noise))
 
 
 def judge(p: Law, draft: Draft) -> Judgement:
@@ -48,7 +44,7 @@ def judge(p: Law, draft: Draft) -> Judgement:
     B, K = draft.tokens.shape
     node = torch.zeros((B, K + 1), dtype=torch.long, device=draft.tokens.device)
     chance = torch.ones((B, K + 1), dtype=torch.float64, device=node.device)
-    closing = p.at(torch.arange(B, device=node.device), node[:, 0]).probs()[:, None].repeat(1, K + 1, 1)
+    closing = p.probs_at(torch.arange(B, device=node.device), node[:, 0])[:, None].repeat(1, K + 1, 1)
     tried = torch.zeros_like(draft.lengths)
     for stop in Walk.start(p, draft).stations():
         place = (stop.rows, tried[stop.rows])
@@ -83,7 +79,7 @@ class Walk:
         tour, depth = tours(draft)
         B, D = len(tour), int(depth.max()) + 1
         everyone = torch.arange(B, device=tour.device)
-        root = p.at(everyone, torch.zeros_like(everyone)).probs()
+        root = p.probs_at(everyone, torch.zeros_like(everyone))
         law = root.new_zeros(B, D, root.shape[-1])
         law[:, 0] = root
         weight = torch.ones((B, D), dtype=torch.float64, device=tour.device)
@@ -122,7 +118,7 @@ class Walk:
         q = draft_prob_of(self.draft, rows, slot, drafted[:, None])[:, 0]
         wanted = self.weight[rows, d - 1] * self.law[rows, d - 1, drafted]
         self.weight[rows, d] = torch.where(wanted > 0, (wanted / q).clamp_max(1.0), 0.0)
-        self.law[rows, d] = self.p.at(rows, node).probs()
+        self.law[rows, d] = self.p.probs_at(rows, node)
 
     def _reject(self, rows: Int[Tensor, " N"], node: Int[Tensor, " N"]) -> None:
         if not len(rows):

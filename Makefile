@@ -1,0 +1,54 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+# One thread a worker: two workers with two threads each would spend their time waiting for one another.
+TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
+
+.PHONY: help venv demo test test-all test-gpu check controls bench clean
+
+help:
+	@echo "make demo      one prompt, plain and speculative, side by side, on the bundled model"
+	@echo "make test      lint, types and a budgeted test run that proves every claim once"
+	@echo "make test-all  everything, the slow tests included"
+	@echo "make test-gpu  what needs a CUDA device"
+	@echo "make check     lint, format, types"
+	@echo "make controls  run the wrong verifiers and keep the table of what catches them (docs/controls.md)"
+	@echo "make bench     the figures of the README"
+
+venv: $(READY)
+
+# torch first and pinned: a range would take a build of several gigabytes where a smaller one does.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/draftproof demo
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	$(TEST) -m "not slow and not gpu"
+
+test-all: check
+	$(TEST) -m "not gpu"
+
+test-gpu:
+	PYTHONPATH=src python3 -m pytest -p no:cacheprovider -m gpu tests/kernels
+
+controls: $(READY)
+	$(TEST) tests/test_controls.py --write-controls
+
+bench: $(READY)
+	$(BIN)/python benchmarks/verify_cpu.py
+	$(BIN)/python benchmarks/engine_cpu.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

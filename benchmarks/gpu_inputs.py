@@ -1,0 +1,63 @@
+"""The rows the GPU benchmark runs on: a Zipf-like head over a Gaussian bulk, and a drafter that is the target with noise.
+
+Row by row the head stands higher or lower, so that a batch holds sharp rows and flat ones: at V = 128256 and
+temperature 0.8 the nucleus of 0.95 has a few dozen tokens in most rows and thousands in one of fifty.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import draftproof as dp
+
+HEAD = 1000
+DRAFT_NOISE = 0.8
+
+
+@dataclass(frozen=True)
+class Inputs:
+    target: Tensor
+    draft: Tensor
+    tokens: Tensor
+    seeds: Tensor
+    positions: Tensor
+    lengths: Tensor
+
+
+def rows(N: int, V: int, generator: torch.Generator, *, flat: bool = False) -> Tensor:
+    """N rows of logits, float32."""
+    device = generator.device
+    logits = torch.randn(N, V, generator=generator, device=device)
+    if flat:
+        return logits
+    height = 15.0 + 1.2 * torch.randn(N, 1, generator=generator, device=device)
+    n = min(HEAD, V // 2)
+    rank = torch.arange(1, n + 1, device=device).log()
+    where = torch.rand(N, V, generator=generator, device=device).topk(n).indices
+    jitter = 0.3 * torch.randn(N, n, generator=generator, device=device)
+    return logits.scatter_(1, where, height - 1.3 * rank + jitter)
+
+
+def inputs(
+    B: int,
+    K: int,
+    V: int,
+    draft_sampling: dp.Sampling,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cuda",
+    seed: int = 0,
+    flat: bool = False,
+) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+    target = rows(B * (K + 1), V, generator, flat=flat).view(B, K + 1, V)
+    noise = torch.randn(B, K, V, generator=generator, device=device)
+    draft = (target[:, :K] + DRAFT_NOISE * noise).to(dtype)
+    tokens = torch.empty((B, K), dtype=torch.long, device=device)
+    for b in range(0, B, 16):  # in parts: dense probabilities of a large batch are large
+        law = dp.warp(draft[b : b + 16], [draft_sampling] * len(draft[b : b + 16])).probs()
+        tokens[b : b + 16] = law.flatten(0, 1).multinomial(1, generator=generator).view(-1, K)
+    numbers = torch.randint(2**40, (2, B), generator=generator, device=device)
+    lengths = torch.full((B,), K, device=device)
+    return Inputs(target.to(dtype), draft, tokens, numbers[0], numbers[1] % 4096, lengths)
