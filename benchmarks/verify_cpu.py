@@ -3,8 +3,8 @@
     python benchmarks/verify_cpu.py [--out benchmarks/results/verify_cpu.json] [--repeats 30]
 
 Both start from the same raw logits and the same drafts: processors (temperature, or temperature + top-k 50 + top-p 0.9)
-on both sides, then the acceptance test and the closing token. transformers' `_speculative_sampling` takes one row, so
-it is looped over a batch. The contenders take turns; medians are reported. Ratios are what counts: the machine is noisy.
+on both sides, then the acceptance test and the closing token. transformers' `_speculative_sampling` takes one row,
+so it is looped over a batch. The contenders take turns; medians are reported. Ratios are what counts: the machine is noisy.
 """
 
 import argparse
@@ -57,10 +57,10 @@ def peer(target: Tensor, tokens: Tensor, draft: Tensor, processors: LogitsProces
         _speculative_sampling(torch.cat([prefix, tokens[b : b + 1]], 1), q, K, p)
 
 
-def peak_memory(call: Callable[[], object]) -> int:
+def peak_memory(call: Callable[[Tensor], object], draft: Tensor) -> int:
     """The most bytes that the call held at a time, from torch's own allocation records."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        call()
+        call(draft)
     held = most = 0
     for event in prof.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -89,7 +89,7 @@ def measure(B: int, V: int, setting: str, repeats: int) -> dict[str, dict[str, f
             if turn >= 2:  # warm-up
                 seconds[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    memory = {name: max(peak_memory(lambda: call(x)) for x in drafts[:3]) for name, call in contenders.items()}
+    memory = {name: max(peak_memory(call, x) for x in drafts[:3]) for name, call in contenders.items()}
     return {
         name: {
             "milliseconds": 1e3 * medians[name],

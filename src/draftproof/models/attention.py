@@ -47,7 +47,8 @@ def folded_attention(
     out = nn.functional.scaled_dot_product_attention(
         query.reshape(B, shared, group * T, size), key, value, attn_mask=attention_mask, scale=scaling
     )
-    return out.view(B, heads, T, -1).transpose(1, 2).contiguous(), None
+    # reshape: some of CUDA's kernels leave their result in another order
+    return out.reshape(B, heads, T, -1).transpose(1, 2).contiguous(), None
 
 
 def register() -> None:
