@@ -64,7 +64,7 @@ def test_thinning_has_the_law_of_the_residual():
     p, q = spread(seed=1), spread(seed=2) * 0.5 + spread(seed=1) * 0.5
 
     def thinned(rows, key):
-        return thin(rows, lambda some, x: q.double()[x], key)
+        return thin(rows, torch.ones(len(rows)).double(), lambda some, x: q.double()[x], key)
 
     seen = counts(thinned, p, 40_000, batch=500)
     assert seen.sum() > 0.999 * 40_000  # TV is about 1/2, and 64 trials are made
@@ -74,7 +74,8 @@ def test_thinning_has_the_law_of_the_residual():
 
 def test_thinning_gives_up_where_nothing_is_left():
     p = spread()[None]
-    assert thin(p, lambda rows, x: p.gather(-1, x).double(), noise(1)).tolist() == [-1]
+    one = torch.ones(1).double()
+    assert thin(p, one, lambda rows, x: p.gather(-1, x).double(), noise(1)).tolist() == [-1]
     assert TRIALS == 64
 
 

@@ -28,14 +28,15 @@ def close(weights: Float[Tensor, "N V"], noise: Noise, lane: int = 0) -> Int[Ten
 
 def thin(
     p: Float[Tensor, "N V"],
+    gain: Float[Tensor, " N"],
     q_of: Callable[[Int[Tensor, " M"], Int[Tensor, "M L"]], Float[Tensor, "M L"]],
     noise: Noise,
 ) -> Int[Tensor, " N"]:
     """A draw from norm(max(0, p − q)) that never looks at most of q; PAD where all trials failed.
 
     Draw x from p and let it stand with probability max(0, 1 − q(x)/p(x)); the first that stands has that law. A trial
-    stands with probability TV(p, q), so trials fail together only where p and q nearly agree. `q_of(rows, tokens)`
-    gives q of several tokens in some of the rows.
+    stands with probability TV(p, q), so trials fail together only where p and q nearly agree. The law is p · gain
+    (`Law.weights_at`); `q_of(rows, tokens)` gives q of several tokens in some of the rows.
     """
     found = torch.full((len(p),), PAD, dtype=torch.long, device=p.device)
     rows = torch.arange(len(p), device=p.device)
@@ -45,14 +46,14 @@ def thin(
         chunk = invert(sums, first)
         inside = chunk_weights(p, chunk)
         offset = invert(inside, second[..., None])
-        x, p_x = chunk * CHUNK + offset[..., 0], inside.gather(-1, offset)[..., 0].double()
+        x, p_x = chunk * CHUNK + offset[..., 0], inside.gather(-1, offset)[..., 0] * gain[:, None]
         stands = coin * p_x < p_x - q_of(rows, x)
         standing = stands.any(-1)
         found[rows] = torch.where(standing, x.gather(-1, stands.int().argmax(-1, keepdim=True))[:, 0], PAD)
         if bool(standing.all()):
             break
         left = (~standing).nonzero()[:, 0]
-        p, sums, noise, rows = p[left], sums[left], noise.take(left), rows[left]
+        p, gain, sums, noise, rows = p[left], gain[left], sums[left], noise.take(left), rows[left]
     return found
 
 

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -130,24 +131,54 @@ class Law:
 
     def probs(self) -> Float[Tensor, "*B V"]:
         """The dense rows, in the logits' precision and over the target's vocabulary."""
-        return self._dense(self.logits.clone())
+        below = None if self.plain else self.logits < self.cutoff[..., None]
+        weights, gain = powers(self.logits, self.scale, self.lse)
+        return self._spread(weights.mul_(gain.to(weights.dtype)[..., None]), below, self.point)
 
     def probs_at(self, rows: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Float[Tensor, "N V"]:
-        """The dense rows of N places out of [B, J]: `at(…).probs()` with one copy less."""
-        place = self.at(rows, positions)
-        return place._dense(place.logits)
+        """The dense rows of N places out of [B, J]."""
+        weights, gain = self.weights_at(rows, positions)
+        return weights.mul_(gain.to(weights.dtype)[:, None])
 
-    def _dense(self, logits: Float[Tensor, "*B R"]) -> Float[Tensor, "*B V"]:
-        """Turn the logits, which are written over, into probabilities."""
-        below = None if self.plain else logits < self.cutoff[..., None]
-        dense = exponentials_(logits, self.scale, self.lse)
+    def weights_at(
+        self, rows: Int[Tensor, " N"], positions: Int[Tensor, " N"]
+    ) -> tuple[Float[Tensor, "N V"], Float[Tensor, " N"]]:
+        """Weights in proportion to the laws of N places out of [B, J], and the factors (about 1) that make them
+        probabilities. A draw needs no factor, and spares a pass over the row."""
+        if self.logits.device.type == "cpu" and len(rows) <= FEW and self.vocab is None:
+            return self._few_weights(list(zip(rows.tolist(), positions.tolist(), strict=True)))
+        place = self._part(self.logits[rows, positions], (rows, positions))
+        weights, gain = powers(place.logits, place.scale, place.lse)
+        below = None if self.plain else place.logits < place.cutoff[:, None]
+        gain = gain if self.plain else torch.where(place.point == PAD, gain, 1.0)
+        return self._spread(weights, below, place.point), gain
+
+    def _few_weights(self, places: list[tuple[int, int]]) -> tuple[Float[Tensor, "N V"], Float[Tensor, " N"]]:
+        """Row by row where the logits lie, with plain numbers: no copy, and none of torch's small operations."""
+        scale, lse = self.scale.tolist(), self.lse.tolist()
+        weights = self.logits.new_empty(len(places), self.logits.shape[-1])
+        gains = [
+            power_(out, self.logits[b, j], scale[b][j], lse[b][j]) for out, (b, j) in zip(weights, places, strict=True)
+        ]
+        weights.exp2_()
+        if not self.plain:
+            cutoff, point = self.cutoff.tolist(), self.point.tolist()
+            for n, (b, j) in enumerate(places):
+                if point[b][j] != PAD:
+                    weights[n].zero_()[point[b][j]] = gains[n] = 1.0
+                elif cutoff[b][j] != -math.inf:
+                    weights[n].masked_fill_(self.logits[b, j] < cutoff[b][j], 0.0)
+        return weights, torch.tensor(gains, dtype=torch.float64)
+
+    def _spread(self, dense: Tensor, below: Tensor | None, point: Tensor) -> Tensor:
+        """Take out what lies below the cutoff, put a reduced vocabulary in its places and points where they are."""
         if below is not None:
             dense.masked_fill_(below, 0.0)
         if self.vocab is not None:
             dense = dense.new_zeros(*dense.shape[:-1], self.vocab_size).index_copy_(-1, self.vocab.ids, dense)
-        certain = None if self.plain else self.point != PAD
+        certain = None if self.plain else point != PAD
         if certain is not None and bool(certain.any()):
-            dense[certain] = torch.nn.functional.one_hot(self.point[certain], self.vocab_size).to(dense.dtype)
+            dense[certain] = torch.nn.functional.one_hot(point[certain], self.vocab_size).to(dense.dtype)
         return dense
 
     def draw(self, noise: Noise, site: Site = Site.DRAFT, j: int = 0) -> Int[Tensor, " B"]:
@@ -158,19 +189,33 @@ class Law:
 
 LOG2_E = math.log2(math.e)
 
+FEW = 64
+"""Rows up to which each is worked on by itself, with numbers of its own: fewer passes over a large vocabulary."""
 
-def exponentials_(
+
+def powers(
     logits: Float[Tensor, "*B R"], scale: Float[Tensor, "*B"], lse: Float[Tensor, "*B"]
-) -> Float[Tensor, "*B R"]:
-    """exp(scale · logit − lse), in the logits' own memory.
+) -> tuple[Float[Tensor, "*B R"], Float[Tensor, "*B"]]:
+    """exp(scale · logit − lse) up to a factor for each row, and that factor, which is about 1.
 
-    scale · logit and lse are both large and their difference small: subtracting lse / scale from the logit first, and
-    making up for its rounding by a factor, keeps float32 rows right to 1e-7. By powers of 2, which cost half of exp's.
+    scale · logit and lse are both large and their difference small: in float32 it would be right to 1e-6 only. So the
+    logit loses lse / scale first, rounded, and the factor makes up for the rounding. By powers of 2, which cost half
+    of exp's.
     """
+    slope = (scale * LOG2_E).to(logits.dtype)
     centre = (lse / scale).to(logits.dtype)
-    gain = (scale * centre - lse).exp().to(logits.dtype)
-    logits.sub_(centre[..., None]).mul_((scale * LOG2_E).to(logits.dtype)[..., None])
-    return logits.exp2_().mul_(gain[..., None])
+    gain = torch.exp(scale * centre - lse)
+    return (logits - centre[..., None]).mul_(slope[..., None]).exp2_(), gain
+
+
+def power_(out: Float[Tensor, " R"], row: Float[Tensor, " R"], scale: float, lse: float) -> float:
+    """Write log₂ of one row's `powers` and give its factor: slope · logit + offset is one fused step, rounded once."""
+    rounded = np.float32 if row.dtype == torch.float32 else np.float64
+    slope = float(rounded(scale * LOG2_E))
+    wanted = -slope * (lse / scale)
+    offset = float(rounded(wanted))
+    torch.add(torch.tensor(offset, dtype=row.dtype), row, alpha=slope, out=out)
+    return float(2.0 ** (wanted - offset))
 
 
 BLOCK = 2**18
@@ -189,15 +234,17 @@ def log_sum_exp(
     enough for float32.
     """
     step = max(2, BLOCK // max(1, logits.shape[-1]))
+    slope = float(torch.tensor(scale * LOG2_E, dtype=logits.dtype))
+    offset = (peak.double() * -slope).to(logits.dtype)
     buffer, totals = torch.empty_like(logits[:step]), []
     for start in range(0, len(logits), step):
         rows = logits[start : start + step]
-        dense = torch.sub(rows, peak[start : start + step, None], out=buffer[: len(rows)])
-        dense.mul_(scale * LOG2_E).exp2_()
+        dense = torch.add(offset[start : start + step, None], rows, alpha=slope, out=buffer[: len(rows)]).exp2_()
         if cutoff is not None:
             dense.masked_fill_(rows < cutoff[start : start + step, None], 0.0)
         totals.append(chunk_sums(dense).double().sum(-1))
-    return scale * peak.double() + torch.cat(totals).log()
+    # Σ 2^(slope · logit + offset); near the peak slope is scale, and further off its rounding does not matter
+    return scale * peak.double() - (slope * peak.double() + offset) / LOG2_E + torch.cat(totals).log()
 
 
 def overlap(p: Float[Tensor, "*B V"], q: Float[Tensor, "*B V"]) -> Float[Tensor, "*B"]:

@@ -15,7 +15,7 @@ from draftproof.core.draw import chunk_sums
 from draftproof.core.law import Law, normalise
 from draftproof.core.noise import Noise
 from draftproof.core.types import Draft, Verdict
-from draftproof.verify.chain import excess, log_ratios, refuse_inexact, verdict
+from draftproof.verify.chain import log_ratios, refuse_inexact, verdict, weighted_excess
 from draftproof.verify.judgement import Judgement
 from draftproof.verify.token import token
 
@@ -29,7 +29,7 @@ def block(p: Law, draft: Draft, noise: Noise) -> Verdict:
     rows, at = torch.arange(len(draft.lengths), device=draft.lengths.device), draft.lengths
     accepted = torch.zeros_like(draft.lengths)
     stops = coins[rows, at].log() < log_weight[rows, at]
-    stopped, weights = [rows[stops]], [p.probs_at(rows[stops], at[stops])]
+    stopped, weights = [rows[stops]], [p.weights_at(rows[stops], at[stops])[0]]
     accepted[stops] = at[stops]
     while len(rows := rows[~stops]):
         at = at[~stops] - 1
@@ -79,8 +79,8 @@ def station(
     p: Law, draft: Draft, log_weight: Float[Tensor, " N"], rows: Int[Tensor, " N"], at: Int[Tensor, " N"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, "N V"]]:
     """Inside a draft: the chance of stopping here, if nothing deeper did, and what the closing token is drawn from."""
-    spare = excess(p.probs_at(rows, at), draft, rows, at, log_weight.exp())
-    mass = chunk_sums(spare).double().sum(-1)
+    spare, factor = weighted_excess(p, draft, rows, at, log_weight.exp())
+    mass = factor * chunk_sums(spare).double().sum(-1)
     gap = -torch.expm1(log_weight)  # 1 − w without cancellation
     chance = (mass / (mass + gap).clamp_min(torch.finfo(mass.dtype).tiny)).masked_fill(at == 0, 1.0)
     if bool((mass <= 0).any()):  # nothing is missing: only rounding leads here, and then p is right

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftproof.core.law import Law
+from draftproof.core.law import FEW, Law
 from draftproof.core.types import PAD, Draft, Inexact, Verdict
 
 
@@ -57,15 +57,9 @@ def draft_prob_of(
 
 
 def excess(
-    p: Float[Tensor, "N V"],
-    draft: Draft,
-    rows: Int[Tensor, " N"],
-    at: Int[Tensor, " N"],
-    weight: Tensor | None = None,
+    p: Float[Tensor, "N V"], draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"]
 ) -> Float[Tensor, "N V"]:
-    """max(0, w·p − q) at these places; q is 0 behind the end of a draft. `p` is written over."""
-    if weight is not None:
-        p.mul_(weight.to(p.dtype)[:, None])
+    """max(0, p − q) at these places; q is 0 behind the end of a draft. `p` is written over."""
     inside = at < draft.lengths[rows]
     if draft.tokens.shape[1] == 0 or not bool(inside.any()):
         return p
@@ -73,6 +67,23 @@ def excess(
     if not bool(inside.all()):
         q.masked_fill_(~inside[:, None], 0.0)
     return p.sub_(q).clamp_min_(0)
+
+
+def weighted_excess(
+    p: Law, draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], weight: Float[Tensor, " N"]
+) -> tuple[Float[Tensor, "N V"], Float[Tensor, " N"]]:
+    """max(0, w·p − q) at places inside their drafts, up to a factor for each row; and that factor."""
+    here, gain = p.weights_at(rows, at)
+    factor = weight * gain
+    if draft.law is None or draft.drawn is not None or draft.law.vocab is not None or len(rows) > FEW:
+        here.mul_(factor.to(here.dtype)[:, None]).sub_(draft_probs(draft, rows, at, here))
+        return here.clamp_min_(0), torch.ones_like(factor)
+    q, q_gain = draft.law.weights_at(rows, at)
+    # w·p − q = factor · (here − q · q_gain / factor): a pass less than scaling both. Without weight nothing is left
+    ratio = torch.where(factor > 0, q_gain / factor, 0.0).clamp_max(torch.finfo(here.dtype).max)
+    for mine, its, c in zip(here, q, ratio.tolist(), strict=True):
+        mine.sub_(its, alpha=c)
+    return here.clamp_min_(0), factor
 
 
 def verdict(draft: Draft, accepted: Int[Tensor, " B"], closing: Int[Tensor, " B"]) -> Verdict:

@@ -22,7 +22,7 @@ def coupled(p: Law, draft: Draft, noise: Noise) -> Verdict:
     rows = torch.arange(len(accepted), device=accepted.device)
     for i in range(draft.tokens.shape[1] + 1):
         here = torch.full_like(rows, i)
-        drawn = run(p.probs_at(rows, here), noise.take(rows).shifted(i))
+        drawn = run(p.weights_at(rows, here)[0], noise.take(rows).shifted(i))
         closing[rows] = drawn
         going = rows[i < draft.lengths[rows]]
         if not len(going):

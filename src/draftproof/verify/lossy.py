@@ -95,7 +95,7 @@ def _from_p(p: Law, draft: Draft, noise: Noise, kept: Bool[Tensor, "B K"], outpu
     """Keep the leading run, close from p whatever happened."""
     accepted = leading(kept & real(draft))
     rows = torch.arange(len(accepted), device=accepted.device)
-    return _metered(verdict(draft, accepted, close(p.probs_at(rows, accepted), noise)), p, draft, output)
+    return _metered(verdict(draft, accepted, close(p.weights_at(rows, accepted)[0], noise)), p, draft, output)
 
 
 def _metered(made: Verdict, p: Law, draft: Draft, output: Output) -> Verdict:

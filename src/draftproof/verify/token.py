@@ -39,29 +39,26 @@ def judge(p: Law, draft: Draft) -> Judgement:
 
 def closing(p: Law, draft: Draft, accepted: Int[Tensor, " B"], noise: Noise) -> Int[Tensor, " B"]:
     """The closing token: from the residual where a token was rejected, from p where none was."""
-    rows = torch.arange(len(accepted), device=accepted.device)
-    here = p.probs_at(rows, accepted)
     missed = (accepted < draft.lengths).nonzero()[:, 0]
-    if not len(missed):
-        return close(here, noise)
-    if len(missed) == len(rows):
-        return _residual(here, draft, rows, accepted, noise)
     whole = (accepted == draft.lengths).nonzero()[:, 0]
     tokens = torch.empty_like(accepted)
-    tokens[whole] = close(here[whole], noise.take(whole))
-    tokens[missed] = _residual(here[missed], draft, missed, accepted[missed], noise.take(missed))
+    if len(whole):
+        weights, _ = p.weights_at(whole, accepted[whole])
+        tokens[whole] = close(weights, noise.take(whole))
+    if len(missed):
+        tokens[missed] = _residual(p, draft, missed, accepted[missed], noise.take(missed))
     return tokens
 
 
-def _residual(
-    here: Tensor, draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], noise: Noise
-) -> Int[Tensor, " N"]:
+def _residual(p: Law, draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], noise: Noise) -> Int[Tensor, " N"]:
     """A draw from norm(max(0, p − q)): by thinning, and in full where no trial stood."""
-    tokens = thin(here, lambda some, x: draft_prob_of(draft, rows[some], at[some], x), noise)
+    weights, gain = p.weights_at(rows, at)
+    tokens = thin(weights, gain, lambda some, x: draft_prob_of(draft, rows[some], at[some], x), noise)
     left = (tokens == PAD).nonzero()[:, 0]
     if len(left):
-        spare = excess(here[left], draft, rows[left], at[left])
-        spare = torch.where(spare.sum(-1, keepdim=True) > 0, spare, here[left])  # no mass: p = q up to rounding
+        here = p.probs_at(rows[left], at[left])
+        spare = excess(here.clone(), draft, rows[left], at[left])
+        spare = torch.where(spare.sum(-1, keepdim=True) > 0, spare, here)  # no mass: p = q up to rounding
         tokens[left] = close(spare, noise.take(left), lane=TRIALS)
     return tokens
 
