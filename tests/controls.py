@@ -164,7 +164,8 @@ def traversal_weight_of_a_port(p: Law, draft: Draft) -> Judgement:
 
 def siblings_with_the_first_ones_law(p: Law, draft: Draft) -> Judgement:
     """Siblings drawn without replacement are all tested against the law of the first."""
-    assert draft.law is not None and draft.parents is not None
+    assert draft.law is not None
+    assert draft.parents is not None
     probs = draft.law.probs().clone()
     for i in range(1, draft.tokens.shape[1]):
         for j in range(i):

@@ -132,7 +132,10 @@ WRONG = {
         r"seeds must be \[3\]; got \[2\]",
     ),
     "one seed for many rows": (lambda t, x, q: dp.verify(t, x, q, seeds=4, positions=0), "share their coins"),
-    "positions missing": (lambda t, x, q: dp.verify(t, x, q, seeds=torch.arange(3)), "positions must be given with seeds"),
+    "positions missing": (
+        lambda t, x, q: dp.verify(t, x, q, seeds=torch.arange(3)),
+        "positions must be given with seeds",
+    ),
     "seed in sampling, positions missing": (
         lambda t, x, q: dp.verify(t, x, sampling=dp.Sampling(seed=3)),
         "positions must be given with seeds",

@@ -20,7 +20,7 @@ def _prompt_lookup(branches: int) -> Drafter:
 
 
 DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {
-    "ngram": lambda branches: NGram(branches=branches),
+    "ngram": lambda branches: NGram(branches=branches, fillers=4),
     "prompt-lookup": _prompt_lookup,
     "suffix": lambda branches: Suffix(branches=branches),
 }
