@@ -19,7 +19,9 @@ MIXED = [
 ]  # fmt: skip
 
 
-def compare(B: int, K: int, V: int, dtype: torch.dtype, rule: str, samplings: list[dp.Sampling], seed: int, flat: bool = False) -> dict[str, Any]:
+def compare(
+    B: int, K: int, V: int, dtype: torch.dtype, rule: str, samplings: list[dp.Sampling], seed: int, flat: bool = False
+) -> dict[str, Any]:
     given = inputs(B, K, V, S(temperature=0.8), dtype=dtype, seed=seed, flat=flat)
     drafts = [S(temperature=0.8)] * B
     lengths = torch.randint(0, K + 1, (B,), device="cuda")

@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python benchmarks/verify_gpu.py --out benchmarks/results/verify_gpu.json
 
-CUDA-graph replay with a cold L2, median of many; eager time besides. The peers' times are those of KERNELS.md,
-measured on the same kind of machine with the same settings.
+A CUDA graph holds one call for each of several input sets, together several times the L2 cache, so that every call finds
+it cold; the time is that of a replay divided by the number of calls, median of many replays. Eager time besides. The
+peers' times are those of KERNELS.md, measured on the same kind of machine with the same settings.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,11 @@ from gpu_inputs import Inputs, inputs
 import draftproof as dp
 from draftproof.kernels import Parameters, Workspace, verify_rows
 from draftproof.kernels.call import Call
-from draftproof.kernels.launch import plan
+from draftproof.kernels.launch import Step, plan
 
 K, V = 4, 128256
 BATCHES = (1, 8, 64, 256)
+COLD = 240e6  # bytes of input that a graph goes through at least: four times the L2
 WARM = dp.Sampling(temperature=0.8)
 SETTINGS: dict[str, dp.Sampling] = {
     "temperature": WARM,
@@ -34,156 +37,191 @@ SETTINGS: dict[str, dp.Sampling] = {
     "top-p 0.95": dp.Sampling(temperature=0.8, top_p=0.95),
     "greedy": dp.Sampling(temperature=0.0),
 }
-BARS = {  # microseconds, for B = 1, 8, 64, 256 (issue 6)
-    ("float32", "temperature", "token"): (11, 17, 82, 310),
-    ("float32", "top-k 50, top-p 0.9", "token"): (20, 32, 120, 450),
-    ("float32", "top-p 0.95", "token"): (35, 55, 220, 850),
-    ("float32", "greedy", "token"): (4.5, 8.5, 44, 155),
-    ("bfloat16", "temperature", "token"): (9, 14, 50, 185),
-    ("bfloat16", "top-k 50, top-p 0.9", "token"): (18, 28, 85, 320),
+MIXED = [SETTINGS["temperature"], SETTINGS["top-k 50, top-p 0.9"], SETTINGS["top-p 0.95"], dp.Sampling(min_p=0.05)]
+BARS = {  # microseconds, for the BATCHES (issue 6)
+    ("float32", "temperature"): (11, 17, 82, 310),
+    ("float32", "top-k 50, top-p 0.9"): (20, 32, 120, 450),
+    ("float32", "top-p 0.95"): (35, 55, 220, 850),
+    ("float32", "greedy"): (4.5, 8.5, 44, 155),
+    ("bfloat16", "temperature"): (9, 14, 50, 185),
+    ("bfloat16", "top-k 50, top-p 0.9"): (18, 28, 85, 320),
 }
-PEERS = {  # the fastest peer of KERNELS.md, fp32
+PEERS = {  # the fastest peer of KERNELS.md, float32, for the BATCHES
     "temperature": (23.4, 48.2, 291, 1077),
     "top-k 50, top-p 0.9": (135, 164, 675, 2326),
     "greedy": (12.0, None, 56.3, 182),
 }
-MIXED = [SETTINGS["temperature"], SETTINGS["top-k 50, top-p 0.9"], SETTINGS["top-p 0.95"], dp.Sampling(min_p=0.05)]
 
 
-def cold_median(run: Callable[[], Any], repeats: int) -> float:
-    """Median time in microseconds of a captured call, with the L2 cache full of something else."""
-    for _ in range(3):
-        run()
+@dataclass(frozen=True)
+class Case:
+    """What one line of the table is about."""
+
+    dtype: str
+    setting: str
+    rule: str = "token"
+    draft: str = "drawn, same sampling"
+    rows: str = "zipf"
+
+
+CASES = [
+    *(Case(dtype, setting) for dtype, setting in BARS),
+    Case("bfloat16", "top-p 0.95"),
+    Case("bfloat16", "greedy"),
+    *(Case("float32", "temperature", rule) for rule in ("block", "coupled")),
+    Case("bfloat16", "temperature", "block"),
+    Case("float32", "top-k 50, top-p 0.9", "block"),
+    Case("float32", "temperature", draft="chosen"),
+    Case("float32", "top-k 50, top-p 0.9", draft="drawn, temperature only"),
+    Case("float32", "top-p 0.95", draft="drawn, temperature only"),
+    Case("float32", "every row different", draft="drawn, temperature only"),
+    *(Case("float32", setting, rows="flat") for setting in ("temperature", "top-k 50, top-p 0.9", "top-p 0.95")),
+]
+
+
+def sampling_of(case: Case, B: int) -> tuple[list[dp.Sampling], list[dp.Sampling]]:
+    """Of each request and its draft."""
+    if case.setting == "every row different":
+        return [MIXED[b % len(MIXED)] for b in range(B)], [WARM] * B
+    sampling = SETTINGS[case.setting]
+    same = case.draft == "drawn, same sampling" and sampling.temperature > 0
+    return [sampling] * B, [sampling if same else WARM] * B
+
+
+def sets(given: Inputs, B: int) -> list[Inputs]:
+    """The same inputs in sets of B requests."""
+    n = len(given.tokens)
+    return [
+        Inputs(**{name: getattr(given, name)[b : b + B] for name in Inputs.__dataclass_fields__})
+        for b in range(0, n, B)
+    ]
+
+
+def prepared(given: Inputs, samplings: list[dp.Sampling], drafts: list[dp.Sampling]) -> Parameters:
+    return Parameters.of(samplings, drafts, seeds=given.seeds, positions=given.positions, lengths=given.lengths)
+
+
+def median_of_replays(run: Callable[[], None], calls: int, replays: int = 30) -> float:
+    """Microseconds a call, from a graph that holds several."""
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    other = torch.zeros(64 * 2**20, dtype=torch.int32, device="cuda")
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in marks:
-        # read, not written: dirty lines would be written back on our time. It also keeps the device busy until the
-        # graph is queued, so that the host's latency is not in the time
-        other.sum()
-        start.record()
+    for _ in range(3):
         graph.replay()
-        end.record()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in marks) * 1e3
+    times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    return statistics.median(times) * 1e3 / calls
 
 
-def eager_median(run: Callable[[], Any], repeats: int = 50) -> float:
-    """Time of a call from Python, in microseconds, when the host is what limits it."""
+def eager_median(run: Callable[[], Any], repeats: int = 40) -> float:
+    """Time of a call from Python until the device has done it, in microseconds."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()
         run()
+        torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e6
 
 
-def prepared(given: Inputs, samplings: list[dp.Sampling], drafts: list[dp.Sampling]) -> Parameters:
-    return Parameters.of(
-        samplings, drafts, seeds=given.seeds, positions=given.positions, lengths=given.lengths
-    )
+def launch(steps: list[Step]) -> None:
+    for n, step in enumerate(steps):
+        step.kernel[step.grid](*step.arguments, num_warps=step.warps, launch_pdl=n > 0)
 
 
-def measure(
-    given: Inputs, samplings: list[dp.Sampling], drafts: list[dp.Sampling], rule: str, *, drawn: bool = True, eager: bool = False
-) -> dict[str, Any]:
-    B = len(given.tokens)
-    parameters = prepared(given, samplings, drafts)
-    draft = given.draft if drawn else None
-    workspace = Workspace.empty(B, K, given.target.shape[-1], "cuda", filtered=parameters.filtered)
-    repeats = 200 if B < 256 else 60
+def measure(case: Case, each: list[Inputs], *, eager: bool, stages: bool) -> dict[str, Any]:
+    B = len(each[0].tokens)
+    samplings, drafts = sampling_of(case, B)
+    parameters = [prepared(given, samplings, drafts) for given in each]
+    workspace = Workspace.empty(B, K, V, "cuda", filtered=parameters[0].filtered)
+    calls = [
+        Call(g.target, g.tokens, None if case.draft == "chosen" else g.draft, p, case.rule)
+        for g, p in zip(each, parameters, strict=True)
+    ]
+    plans = [plan(call, workspace, overlap=True) for call in calls]
+    names = [step.kernel.__name__ for step in plans[0]]
+    upto = {}
+    for n in range(1 if stages else len(names), len(names) + 1):
 
-    def run() -> Any:
-        return verify_rows(
-            given.target, given.tokens, draft, parameters=parameters, rule=rule, workspace=workspace
-        )
+        def run(n: int = n) -> None:
+            for steps in plans:
+                launch(steps[:n])
 
-    call = Call(given.target, given.tokens, draft, parameters, rule)
-    steps = plan(call, workspace, overlap=True)
-    stages = {}
-    for n in range(1, len(steps) + 1):
-
-        def some(n: int = n) -> None:
-            for i, step in enumerate(steps[:n]):
-                step.kernel[step.grid](*step.arguments, num_warps=step.warps, launch_pdl=i > 0)
-
-        stages[steps[n - 1].kernel.__name__] = cold_median(some, repeats)
-    times = list(stages.values())
-    each = {name: round(t - s, 1) for (name, t), s in zip(stages.items(), [0.0, *times], strict=False)}
-    result = {"time": round(times[-1], 1), "stages": each, "accepted": round(run().accepted.float().mean().item(), 2)}
+        upto[names[n - 1]] = median_of_replays(run, len(plans))
+    times = list(upto.values())
+    result: dict[str, Any] = {"time": round(times[-1], 1)}
+    if stages:
+        result["stages"] = {n: round(t - s, 1) for (n, t), s in zip(upto.items(), [0.0, *times], strict=False)}
     if eager:
-        result["eager"] = round(eager_median(run), 1)
+        call = calls[0]
+        result["eager"] = round(
+            eager_median(
+                lambda: verify_rows(
+                    call.target_logits, call.draft_tokens, call.draft_logits, parameters=parameters[0],
+                    rule=case.rule, workspace=workspace,
+                )
+            ),
+            1,
+        )  # fmt: skip
+    result["accepted"] = round(workspace.accepted[:B].float().mean().item(), 2)
     return result
 
 
-def bench(dtypes: tuple[torch.dtype, ...], batches: tuple[int, ...], flat: bool) -> list[dict[str, Any]]:
-    lines = []
-    for dtype in dtypes:
-        for name, sampling in SETTINGS.items():
-            for n, B in enumerate(batches):
-                given = inputs(B, K, V, sampling if sampling.temperature else WARM, dtype=dtype, flat=flat)
-                same = [sampling] * B
-                plain = [WARM] * B
-                cases = [("token", same, True)]
-                if name == "temperature":
-                    cases += [("block", same, True), ("coupled", same, True), ("token", plain, False)]
-                elif name != "greedy":
-                    cases += [("block", same, True)]
-                for rule, drafts, drawn in cases:
-                    dtype_name = str(dtype).removeprefix("torch.")
-                    bar = BARS.get((dtype_name, name, rule)) if drawn and not flat else None
-                    line = {
-                        "dtype": dtype_name,
-                        "setting": name,
-                        "rule": rule,
-                        "draft": "drawn" if drawn else "chosen",
-                        "B": B,
-                        "rows": "flat" if flat else "zipf",
-                        **measure(given, same, drafts, rule, drawn=drawn, eager=B in (1, 64)),
-                        "bar": None if bar is None else bar[BATCHES.index(B)],
-                        "peer": PEERS.get(name, (None,) * 4)[BATCHES.index(B)] if rule == "token" else None,
-                    }
-                    lines.append(line)
-                    print(line, flush=True)
-                del given
-                torch.cuda.empty_cache()
-    return lines
+def floor(case: Case, B: int) -> float:
+    """Microseconds to read every logit that is needed once, at the copy bandwidth of KERNELS.md."""
+    draft = 0 if case.draft == "chosen" or case.setting == "greedy" or case.rule == "coupled" else K
+    return B * (K + 1 + draft) * V * (4 if case.dtype == "float32" else 2) / 4.17e6
 
 
-def bench_mixed(batches: tuple[int, ...]) -> list[dict[str, Any]]:
+def bench(cases: list[Case], batches: list[int], *, stages: bool) -> list[dict[str, Any]]:
     lines = []
+    kept: tuple[Any, list[Inputs]] = (None, [])
     for B in batches:
-        given = inputs(B, K, V, WARM)
-        each = [MIXED[b % len(MIXED)] for b in range(B)]
-        line = {"dtype": "float32", "setting": "every row different", "rule": "token", "B": B}
-        line |= measure(given, each, [WARM] * B, "token")
-        lines.append(line)
-        print(line, flush=True)
+        for case in sorted(cases, key=lambda c: (c.rows, c.dtype, c.setting)):
+            dtype = getattr(torch, case.dtype)
+            drafted = sampling_of(case, 1)[1][0]
+            if kept[0] != (B, case.rows, case.dtype, drafted):
+                kept = (None, [])
+                torch.cuda.empty_cache()
+                n = max(2, round(COLD / (B * (2 * K + 1) * V * dtype.itemsize) + 0.5))
+                made = sets(inputs(B * n, K, V, drafted, dtype=dtype, flat=case.rows == "flat"), B)
+                kept = ((B, case.rows, case.dtype, drafted), made)
+            at = BATCHES.index(B)
+            bar = BARS.get((case.dtype, case.setting)) if case.rule == "token" and case.rows == "zipf" else None
+            line = {**vars(case), "B": B, **measure(case, kept[1], eager=B in (1, 64), stages=stages)}
+            line |= {"floor": round(floor(case, B), 1), "bar": bar and bar[at]}
+            line["peer"] = PEERS[case.setting][at] if case.setting in PEERS and case.dtype == "float32" else None
+            lines.append(line)
+            print(line, flush=True)
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/verify_gpu.json"))
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--flat", action="store_true", help="flat rows too")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--only", nargs="+", help="settings")
+    parser.add_argument("--barred", action="store_true", help="only what has a bar")
+    parser.add_argument("--no-stages", action="store_true")
     options = parser.parse_args()
-    dtypes = tuple(getattr(torch, name) for name in options.dtypes)
-    lines = bench(dtypes, tuple(options.batches), False) + bench_mixed(tuple(options.batches))
-    if options.flat:
-        lines += bench(dtypes[:1], tuple(options.batches), True)
+    cases = CASES[: len(BARS)] if options.barred else CASES
+    cases = [case for case in cases if not options.only or case.setting in options.only]
+    lines = bench(cases, options.batches, stages=not options.no_stages)
     made = {
         "command": " ".join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
         "K": K,
         "V": V,
-        "unit": "microseconds, median, CUDA graph, L2 cold; stages: differences between prefixes of the launches",
+        "unit": "microseconds a call; stages are differences between prefixes of the launches",
         "lines": lines,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -19,9 +19,11 @@ MAY_IMPORT = {
     "engine": {"core", "verify", "models", "drafters"},
     "audit": {"core", "verify", "models"},
     "bench": {"core", "verify", "models", "drafters", "engine"},
+    "explain": {"core", "verify", "models", "drafters", "engine"},
     "integrations": {"core", "verify", "models", "drafters", "engine"},
 }
 TOP = set(MAY_IMPORT) | {"cli"}  # the package's own files stand above all folders
+MAY_IMPORT["cli"] = TOP
 LAZY_HOSTS = {"core": {"transformers", "triton"}, "verify": {"transformers", "triton"}, "drafters": {"transformers"}}
 
 

@@ -34,10 +34,16 @@ _HOME: Final = {
     "load": "engine.load",
 }
 
+_MODULES: Final = {
+    "lossy": "verify.lossy",
+    "llguidance": "integrations.llguidance",
+    "transformers": "integrations.transformers",
+}
+
 __all__ = [  # noqa: RUF022  (by layer)
     "Law", "Vocab", "overlap", "residual", "total_variation", "Noise", "Site", "Sampling", "warp",
     "PAD", "Deviation", "Draft", "History", "Inexact", "Verdict", "RULES", "Verifier", "verify", "lossy",
-    "Asks", "Context", "Drafter", "Shown", "Chunk", "Output", "Stats", "Engine", "load", "generate",
+    "Asks", "Context", "Drafter", "Shown", "Chunk", "Output", "Stats", "Engine", "load", "generate", "transformers",
 ]  # fmt: skip
 
 
@@ -56,8 +62,8 @@ def generate(prompt: Any, sampling: "Sampling | None" = None, **options: Any) ->
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"draftproof.{_HOME[name]}"), name)
-    if name == "lossy":
-        return import_module("draftproof.verify.lossy")
+    if name in _MODULES:
+        return import_module(f"draftproof.{_MODULES[name]}")
     raise AttributeError(f"module 'draftproof' has no attribute {name!r}")
 
 

@@ -12,7 +12,7 @@ from draftproof.drafters import Drafter, asks
 from draftproof.engine.batch import Batch, Encoder
 from draftproof.engine.pace import Auto, Fixed, Pace
 from draftproof.engine.request import Allowed, Chunk, Emission, Output, Request, Session
-from draftproof.engine.round import Emitted, Parts
+from draftproof.engine.round import Emitted, Laws, Parts, warped
 from draftproof.engine.silent import Silent
 from draftproof.engine.stop import cut
 from draftproof.models import Model
@@ -59,11 +59,7 @@ class Engine:
         self.model, self.tokenizer, self.drafter, self.rule = model, tokenizer, drafter, rule
         self.eos, self.limits, self.hf = frozenset(eos), limits or Limits(), hf
         self.num_draft_tokens = num_draft_tokens
-        verify = resolve(rule)
-        if drafter is None:
-            self._parts = Parts(model, Silent(), coupled, asks(Silent()), shared=False)
-        else:
-            self._parts = Parts(model, drafter, verify, asks(drafter), shared=verify is RULES["coupled"])
+        self._parts = parts(model, drafter, rule)
         pace(num_draft_tokens)  # a wrong value should not wait for the first prompt
 
     def generate(
@@ -161,18 +157,17 @@ class Engine:
 
     def _extend(self, emission: Emission, emitted: Emitted) -> None:
         session = emission.session
-        if emitted.fault:
-            session.finish_reason = "error"
-            session.error = (
-                f"request {session.id}: the scores behind token {len(session.tokens)} are no law: the model gave NaN "
-                "or infinity, or its grammar allows no token there"
-            )
-            return
         kept, text, session.finish_reason = cut(session, emitted.tokens, self.eos, emission.stream, self._longest)
         session.tokens += kept
         session.stats.emitted += len(kept)
         session.logprobs += emitted.logprobs[: len(kept)]
         emission.text += text
+        if emitted.fault and session.finish_reason is None:
+            session.finish_reason = "error"
+            session.error = (
+                f"request {session.id}: the scores behind token {len(session.tokens)} are no law: the model gave NaN "
+                "or infinity, or its grammar allows no token there"
+            )
 
     def _emission(self, request: Request) -> Emission:
         stream = None
@@ -241,6 +236,14 @@ class Engine:
         return min(limits) if limits else None
 
 
+def parts(model: Model, drafter: Drafter | None, rule: str | Verifier, laws: Laws = warped) -> Parts:
+    """What the rounds are made of. No drafter is plain decoding, whatever the rule."""
+    verify = resolve(rule)
+    if drafter is None:
+        return Parts(model, Silent(), coupled, asks(Silent()), shared=False, laws=laws)
+    return Parts(model, drafter, verify, asks(drafter), shared=verify is RULES["coupled"], laws=laws)
+
+
 def pace(num_draft_tokens: int | str) -> Pace:
     """A fixed draft length, or "auto"."""
     if num_draft_tokens == "auto":
@@ -257,4 +260,4 @@ def _budgets(max_tokens: int | Sequence[int], n: int) -> list[int]:
     return budgets
 
 
-__all__ = ["Engine", "Inexact", "Limits", "pace"]
+__all__ = ["Engine", "Inexact", "Limits", "pace", "parts"]

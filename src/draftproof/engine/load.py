@@ -48,10 +48,10 @@ def load(
     """
     limits = Limits(max_batch, max_length)
     hf, words = _loaded(target, device, dtype, pack)
-    model = _model(hf)
+    model = as_model(hf)
     words = tokenizer or words
     branches = (2 if rule == "tree" else 1) if branches is None else branches
-    made = _drafter(drafter, model, words, branches, (device, dtype, pack))
+    made = as_drafter(drafter, model, words, branches, (device, dtype, pack))
     return Engine(
         model, words, made, rule=rule, num_draft_tokens=num_draft_tokens, eos=_eos(hf, words), limits=limits, hf=hf
     )
@@ -90,7 +90,7 @@ def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype) -> tup
     return model, AutoTokenizer.from_pretrained(name)
 
 
-def _model(hf: Any) -> Model:
+def as_model(hf: Any) -> Model:
     """A transformers model as ours; a `Model` is taken as it is."""
     config = getattr(hf, "config", None)
     if config is None:
@@ -106,13 +106,13 @@ def _model(hf: Any) -> Model:
     return HFModel(hf)
 
 
-def _drafter(
+def as_drafter(
     spec: Any, target: Model, words: Tokenizer | None, branches: int, how: tuple[Any, Any, bool]
 ) -> Drafter | None:
     if spec is None or (isinstance(spec, str) and is_name(spec)) or isinstance(spec, Drafter):
         return resolve(spec, target, branches=branches)
     hf, its_words = _loaded(spec, *how)
-    model = _model(hf)
+    model = as_model(hf)
     _check_vocabularies(target, model, words, its_words)
     return ModelDrafter(model, vocab_size=target.vocab_size, branches=branches)
 

@@ -1,10 +1,10 @@
 """One round: propose, score, warp, verify, keep, extend. The whole method is `advance`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof.core.law import Law
@@ -18,21 +18,34 @@ from draftproof.engine.request import Session
 from draftproof.models import Cache, Forward, Model
 from draftproof.verify import Verifier
 
+Laws = Callable[[Sequence[Session], Forward, Draft], Law]
+"""What plain decoding would draw from at every scored position."""
+
+
+def warped(sessions: Sequence[Session], forward: Forward, draft: Draft) -> Law:
+    """The target's scores under each row's own sampling and grammar."""
+    samplings = [s.sampling for s in sessions]
+    history = [s.history for s in sessions] if any(s.penalises for s in samplings) else None
+    allowed = masks(sessions, draft, forward.logits.shape[-1])
+    return warp(forward.logits, samplings, history, draft, allowed)
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a round is made of. `shared`: the drafter is to draw with the target's own noise, as `coupled` wants."""
+    """What a round is made of. `shared`: the drafter is to draw with the target's own noise, as `coupled` wants.
+    `laws` makes the target's laws of its scores; inside another host they are the host's."""
 
     model: Model
     drafter: Drafter
     verify: Verifier
     asks: Asks
     shared: bool
+    laws: Laws = warped
 
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """What a round gave one row: its tokens, and what to tell of them. `fault` is set where its scores were no law."""
+    """What a round gave one row: its tokens, and what to tell of them. `fault`: behind them the scores are no law."""
 
     tokens: list[int]
     drafted: int
@@ -50,12 +63,12 @@ def advance(sessions: Sequence[Session], k: Sequence[int], cache: Cache, parts: 
     with clock("score"):
         forward = parts.model(_scored(sessions, draft), cache, parents=draft.parents, layers=parts.asks.layers)
     with clock("warp"):
-        p = _law(sessions, forward, draft)
+        p, broken = _mended(parts.laws(sessions, forward, draft))
     with clock("verify"):
         verdict = parts.verify(p, draft, Noise(noise.seeds, noise.starts))
     with clock("commit"):
         cache.keep(verdict.accepted + 1, verdict.path)
-        return _emitted(sessions, p, draft, verdict, forward, parts.asks)
+        return _emitted(sessions, Scored(forward, p, broken), draft, verdict, parts.asks)
 
 
 def _noise(sessions: Sequence[Session], device: torch.device, shared: bool) -> Noise:
@@ -70,42 +83,54 @@ def _scored(sessions: Sequence[Session], draft: Draft) -> Int[Tensor, "B J"]:
     return torch.cat([last, draft.tokens.clamp_min(0)], 1)
 
 
-def _law(sessions: Sequence[Session], forward: Forward, draft: Draft) -> Law:
-    samplings = [s.sampling for s in sessions]
-    history = [s.history for s in sessions] if any(s.penalises for s in samplings) else None
-    allowed = masks(sessions, draft, forward.logits.shape[-1])
-    return warp(forward.logits, samplings, history, draft, allowed)
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the target's pass came to."""
+
+    forward: Forward
+    p: Law
+    broken: Bool[Tensor, "B J"]
 
 
-def _emitted(
-    sessions: Sequence[Session], p: Law, draft: Draft, verdict: Verdict, forward: Forward, asks: Asks
-) -> list[Emitted]:
+def _mended(p: Law) -> tuple[Law, Bool[Tensor, "B J"]]:
+    """The laws, and where there is none: NaN among the scores, or a grammar that allows nothing.
+
+    A draft may lead there though the text never does. So the verifier is given a point mass in its place, by which
+    all that comes before keeps its law, and a request fails only if it gets there, as in plain decoding.
+    """
+    broken = p.lse.isnan()
+    if broken.device.type == "cpu" and not bool(broken.any()):  # elsewhere looking would be waiting
+        return p, broken
+    return replace(p, lse=p.lse.masked_fill(broken, 0.0), point=p.point.masked_fill(broken, 0), plain=False), broken
+
+
+def _emitted(sessions: Sequence[Session], scored: Scored, draft: Draft, verdict: Verdict, asks: Asks) -> list[Emitted]:
     """The verdict, row by row, on the host: the round's one wait for the device."""
     said, lengths = verdict.tokens.tolist(), draft.lengths.tolist()
-    fault = _faults(p, draft).tolist()
     nodes = _nodes(verdict)
-    log_p = _log_probs(p, verdict, nodes).tolist() if any(s.request.logprobs for s in sessions) else None
+    sound = _sound(scored.broken, verdict, nodes).tolist()
+    log_p = _log_probs(scored.p, verdict, nodes).tolist() if any(s.request.logprobs for s in sessions) else None
     rows = []
     for b, session in enumerate(sessions):
-        tokens = [token for token in said[b] if token != PAD]
-        kept = len(tokens)
+        emitted = len(said[b]) - said[b].count(PAD)
+        kept = sound[b]
         rows.append(
             Emitted(
-                tokens,
+                said[b][:kept],
                 lengths[b],
-                kept - 1,
+                emitted - 1,
                 log_p[b][:kept] if log_p is not None and session.request.logprobs else [],
-                _shown(forward, asks, b, nodes[b, :kept], len(session.tokens) + kept - 1),
-                fault[b],
+                _shown(scored.forward, asks, b, nodes[b, :kept], len(session.tokens) + kept - 1),
+                kept < emitted,
             )
         )
     return rows
 
 
-def _faults(p: Law, draft: Draft) -> Tensor:
-    """Rows with a scored position that is no law: NaN among its logits, or nothing allowed."""
-    within = torch.arange(p.lse.shape[1], device=p.lse.device) <= draft.lengths[:, None]
-    return (p.lse.isnan() & within).any(1)
+def _sound(broken: Bool[Tensor, "B J"], verdict: Verdict, nodes: Int[Tensor, "B J"]) -> Int[Tensor, " B"]:
+    """How many tokens of each row were drawn from laws: all, or those before the first position that had none."""
+    drawn = (verdict.tokens != PAD) & ~broken.gather(1, nodes)
+    return drawn.long().cumprod(1).sum(1)
 
 
 def _nodes(verdict: Verdict) -> Int[Tensor, "B J"]:

@@ -1,1 +1,86 @@
-""
+"""Verification in Triton: raw logits in, verdict out, each logit read once. Same noise, same verdict as `verify`.
+
+Triton is imported when the first verdict is asked for: this package can be imported on any machine.
+"""
+
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftproof.kernels.call import DTYPES, MOST_DRAFTED, MOST_TOKENS, RULES, Call, pack
+from draftproof.kernels.edits import Edits
+from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.workspace import Workspace
+
+__all__ = ["Edits", "Parameters", "Rows", "Workspace", "pack", "serves", "verify_rows"]
+
+
+class Rows(NamedTuple):
+    """What each request emits; `faults` is not 0 where its verdict is none.
+
+    tokens    kept tokens, the closing one, then PAD; int64 [B, K + 1]
+    accepted  how many were kept; int64 [B]
+    faults    int32 [B]. 1: a target row is no law (NaN, +inf, nothing allowed); 2: a draft row is none, or a draft token
+              has probability 0 under it; 4: a draft token is outside the vocabulary. The closing token is then PAD
+    """
+
+    tokens: Tensor
+    accepted: Tensor
+    faults: Tensor
+
+
+def serves(target_logits: Tensor, draft_tokens: Tensor, rule: object) -> bool:
+    """Whether the kernels can take this call: a CUDA device, Triton there, and within their limits."""
+    K, V = draft_tokens.shape[-1], target_logits.shape[-1]
+    within = target_logits.dtype in DTYPES and K <= MOST_DRAFTED and V <= MOST_TOKENS and rule in RULES
+    return within and target_logits.is_cuda and find_spec("triton") is not None
+
+
+def verify_rows(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None = None,
+    *,
+    parameters: Parameters,
+    rule: str = "block",
+    edits: Edits | None = None,
+    allowed: Tensor | None = None,
+    draft_entries: Tensor | None = None,
+    draft_lse: Tensor | None = None,
+    draft_cutoff: Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> Rows:
+    """Verify a batch. No request waits for another, the host waits for nothing, and no value is looked at.
+
+    target_logits  [B, K + 1, V], or [N, V] with `parameters["target_rows"]` the first row of each request
+    draft_tokens   [B, K], int64; `parameters["lengths"]` says how many of each row count
+    draft_logits   [B, K, R] or ragged alike; None where the tokens were chosen and not drawn
+    parameters     how each request, and its draft, is sampled; seeds, positions, lengths
+    rule           "token", "block" or "coupled"
+    edits          bias and penalties (`Edits.of`)
+    allowed        packed bits, int32, [B, K + 1, ceil(V / 32)] or ragged like target_logits (`pack`)
+    draft_entries  [V]: the entry in draft_logits of each of the target's tokens, -1 for none (`Vocab.entry`)
+    draft_lse      [B, K]: log Σ exp(logit / draft temperature) over what the drafter kept, if it knows it; draft rows
+                   are then read only where the residual needs them. With filters on the draft, draft_cutoff too
+    workspace      where results and intermediate sums go; None allocates one
+
+    With a workspace the results are views of it and the call can be captured in a CUDA graph.
+    """
+    call = Call(
+        target_logits, draft_tokens, draft_logits, parameters, rule, edits, allowed, draft_entries, draft_lse, draft_cutoff
+    )  # fmt: skip
+    call.check()
+    B, K, V = call.B, call.K, call.V
+    if workspace is None:
+        workspace = Workspace.empty(B, K, V, target_logits.device, filtered=parameters.filtered)
+    else:
+        workspace.check(B, K, V, filtered=parameters.filtered)
+    if torch.compiler.is_compiling():
+        from draftproof.kernels.op import launch_op as launch
+    else:
+        from draftproof.kernels.launch import launch
+    if B:
+        launch(call, workspace)
+    return Rows(workspace.tokens[: B * (K + 1)].view(B, K + 1), workspace.accepted[:B], workspace.faults[:B])

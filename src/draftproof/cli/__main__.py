@@ -1,0 +1,5 @@
+"""`python -m draftproof.cli`."""
+
+from draftproof.cli.main import main
+
+main()

@@ -1,0 +1,58 @@
+"""From what was chosen to an engine, with the models that are in memory already."""
+
+from typing import TYPE_CHECKING, Any
+
+from draftproof.cli.options import Choice
+from draftproof.cli.waiting import waiting
+
+if TYPE_CHECKING:
+    from draftproof.engine.engine import Engine
+    from draftproof.verify import Verifier
+
+
+def prepare(choice: Choice) -> None:
+    """Fetch the bundled model where it is wanted and missing: that has a progress bar of its own."""
+    from draftproof.models import bundled
+
+    if bundled.NAME in (choice.target, choice.drafter) and not bundled.is_cached():
+        bundled.fetch()
+
+
+def open_engine(choice: Choice, verifier: "Verifier | None" = None) -> "Engine":
+    """Load everything anew. `verifier` stands in for the rule's name, to watch it."""
+    with waiting(f"Loading {choice.target}"):
+        from draftproof.engine.load import load
+
+        quiet_transformers()
+    prepare(choice)
+    with waiting(f"Loading {choice.target}"):
+        return load(
+            choice.target,
+            choice.drafter,
+            rule=verifier or choice.rule,
+            num_draft_tokens=choice.num_draft_tokens,
+            device=choice.device,
+        )
+
+
+def reopen(engine: "Engine", choice: Choice, drafter: Any, verifier: "Verifier | None" = None) -> "Engine":
+    """Another engine around the same target. `drafter` is a name, or a draft model in memory."""
+    from draftproof.engine.load import load
+
+    with waiting(f"Preparing {choice.drafter or 'plain decoding'}"):
+        return load(
+            engine.hf,
+            drafter,
+            rule=verifier or choice.rule,
+            num_draft_tokens=choice.num_draft_tokens,
+            tokenizer=engine.tokenizer,
+            device=choice.device,
+        )
+
+
+def quiet_transformers() -> None:
+    """Its bars and advice would land in the middle of a streamed text."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -1,0 +1,210 @@
+"""Laws on the device: p and q of tokens, once a law row's numbers are known. Twin: `draftproof.core.law`."""
+
+from typing import Any, NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+
+from draftproof.kernels.exponent import exp
+from draftproof.kernels.layout import BASE, CENTRE, CUTOFF, GAIN, MASS, NO_DRAFT_LAW, NO_SUCH_TOKEN, NUMBERS
+from draftproof.kernels.numbers import lse_at
+from draftproof.kernels.request import law_row
+from draftproof.kernels.rows import entry_of, take_draft, take_target
+
+
+@triton.jit
+@no_type_check
+def line_of(batch, req, row):
+    """Where the numbers of a law row stand."""
+    return batch.numbers + law_row(batch, req, row) * NUMBERS
+
+
+class Numbers(NamedTuple):
+    """Of one law row, as float32: p of logit x is exp((x − centre) · scale) · gain, 0 below the cutoff."""
+
+    scale: Any
+    centre: Any
+    gain: Any
+    cutoff: Any
+
+
+@triton.jit
+@no_type_check
+def numbers_of(batch, req, row):
+    """Of a target row, from its log-sum-exp."""
+    return _numbers(line_of(batch, req, row), req.temperature)
+
+
+@triton.jit
+@no_type_check
+def draft_numbers_of(batch, req, row):
+    """Of a draft row; of one that is never looked at, anything."""
+    return _numbers(draft_line_of(batch, req, row), warm(req.draft_temperature))
+
+
+@triton.jit
+@no_type_check
+def _numbers(line, temperature):
+    centre, gain = _centred(lse_at(line), temperature)
+    cutoff = tl.load(line + CUTOFF).to(tl.float32)
+    return Numbers(scale=(1.0 / temperature).to(tl.float32), centre=centre, gain=gain, cutoff=cutoff)
+
+
+@triton.jit
+@no_type_check
+def _centred(lse, temperature):
+    """Twin: the first two lines of `law.exponentials`."""
+    centre = (lse * temperature).to(tl.float32)
+    return centre, tl.exp(centre.to(tl.float64) * (1.0 / temperature) - lse).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def draft_line_of(batch, req, row):
+    return line_of(batch, req, batch.sizes.J + tl.minimum(row, batch.sizes.K - 1))
+
+
+@triton.jit
+@no_type_check
+def warm(temperature):
+    """A temperature that can be divided by: greedy rows are never weighed."""
+    return tl.where(temperature > 0, temperature, 1.0)
+
+
+@triton.jit
+@no_type_check
+def write_centres(batch, req, i):
+    """Write down centre and gain of target and draft rows `i` [S], for kernels whose many programs all need them."""
+    _write_centre(line_of(batch, req, i), req.temperature, i < batch.sizes.J)
+    if batch.traits.DRAWN:
+        _write_centre(draft_line_of(batch, req, i), warm(req.draft_temperature), i < req.length)
+
+
+@triton.jit
+@no_type_check
+def _write_centre(line, temperature, there):
+    base, mass = tl.load(line + BASE, mask=there, other=0.0), tl.load(line + MASS, mask=there, other=1.0)
+    centre, gain = _centred(base + tl.log(mass), temperature)
+    tl.store(line + CENTRE, centre.to(tl.float64), mask=there)
+    tl.store(line + GAIN, gain.to(tl.float64), mask=there)
+
+
+@triton.jit
+@no_type_check
+def written_numbers(line, temperature):
+    """Of a row whose centre and gain are written down."""
+    return Numbers(
+        scale=(1.0 / temperature).to(tl.float32),
+        centre=tl.load(line + CENTRE).to(tl.float32),
+        gain=tl.load(line + GAIN).to(tl.float32),
+        cutoff=tl.load(line + CUTOFF).to(tl.float32),
+    )
+
+
+@triton.jit
+@no_type_check
+def _probs(x, law):
+    """Twin: `law.exponentials`."""
+    return tl.where(x < law.cutoff, 0.0, exp((x - law.centre) * law.scale) * law.gain)
+
+
+@triton.jit
+@no_type_check
+def log_probs(x, scale, numbers, there):
+    """Twin: `Law.log_probs`. float64, −inf below the cutoff; `numbers` [S]: where the rows' lines begin."""
+    cutoff = tl.load(numbers + CUTOFF, mask=there, other=0.0)
+    lse = tl.load(numbers + BASE, mask=there, other=0.0) + tl.log(tl.load(numbers + MASS, mask=there, other=1.0))
+    x = x.to(tl.float64)
+    return tl.where(x < cutoff, float("-inf"), scale * x - lse)
+
+
+class Drafted(NamedTuple):
+    """A request's draft: place [KP], whether there is a token, whether it can be one, its logit in both rows."""
+
+    i: Any
+    there: Any
+    known: Any
+    target: Any
+    draft: Any
+
+
+@triton.jit
+@no_type_check
+def drafted_of(batch, req):
+    """What can be known of the draft before any law is: two logits a token."""
+    i = tl.arange(0, batch.traits.KP)
+    there = i < req.length
+    x = tl.load(batch.drafted + req.b * batch.sizes.K + i, mask=there, other=-1)
+    known = there & (x >= 0) & (x < batch.sizes.V)
+    o = tl.where(known, x, -1).to(tl.int32)
+    target = tl.sum(take_target(batch, req, i, o[:, None]), 1)
+    draft = target
+    if batch.traits.DRAWN:
+        entry = tl.where(known, entry_of(batch, o), -1)
+        draft = tl.sum(take_draft(batch, req, i, entry[:, None]), 1)
+    return Drafted(i=i, there=there, known=known, target=target, draft=draft)
+
+
+@triton.jit
+@no_type_check
+def log_ratios(batch, req, drafted):
+    """Twin: `chain.log_ratios`, for a request that is not greedy.
+
+    Returns the ratios, float64, NaN where a row is no law, and what is wrong with the draft, as bits.
+    """
+    known = drafted.known
+    fault = tl.max((drafted.there & ~known).to(tl.int32), 0) * NO_SUCH_TOKEN
+    line = line_of(batch, req, drafted.i)
+    ratio = log_probs(drafted.target, 1.0 / req.temperature, line, known)
+    ratio = tl.where(known, ratio, float("-inf"))
+    if batch.traits.DRAWN:
+        log_q = log_probs(drafted.draft, 1.0 / warm(req.draft_temperature), line + batch.sizes.J * NUMBERS, known)
+        log_q = tl.where(req.draft_temperature > 0, tl.where(known, log_q, 0.0), 0.0)
+        # an impossible draft token was not drawn from this law, and then nothing here would be exact
+        fault |= tl.max((~(log_q > float("-inf"))).to(tl.int32), 0) * NO_DRAFT_LAW
+        ratio = tl.where(ratio == float("-inf"), ratio, ratio - log_q)
+    return tl.where(drafted.there, ratio, 0.0), fault
+
+
+@triton.jit
+@no_type_check
+def draft_prob_of(batch, req, row, law, x):
+    """Twin: `chain.draft_prob_of`. q of tokens x [T] at one draft row."""
+    q = (x == tl.load(batch.drafted + req.b * batch.sizes.K + row)).to(tl.float32)
+    if batch.traits.DRAWN:
+        if req.draft_temperature > 0:
+            q = _probs(tl.sum(take_draft(batch, req, row + tl.zeros_like(x), entry_of(batch, x)[:, None]), 1), law)
+    return q
+
+
+@triton.jit
+@no_type_check
+def target_probs(batch, req, row, law, o):
+    """Twin: `Law.probs`. p of tokens `o` [S, W] at one target row, float32; a line of `o` lies in one chunk."""
+    return _probs(take_target(batch, req, row + tl.zeros([o.shape[0]], tl.int32), o), law)
+
+
+@triton.jit
+@no_type_check
+def draft_probs(batch, req, row, law, o):
+    """Twin: `chain.draft_probs`. q of tokens `o` at one draft row, float32; a point mass where it was chosen."""
+    q = (o == tl.load(batch.drafted + req.b * batch.sizes.K + row)).to(tl.float32)
+    if batch.traits.DRAWN:
+        if req.draft_temperature > 0:
+            entry = entry_of(batch, o)
+            if batch.traits.MAPPED:  # neighbours need not lie in one chunk of the draft's vocabulary: a line each
+                entry = tl.reshape(entry, (o.shape[0] * o.shape[1], 1))
+            x = take_draft(batch, req, row + tl.zeros([entry.shape[0]], tl.int32), entry)
+            if batch.traits.MAPPED:
+                x = tl.reshape(x, (o.shape[0], o.shape[1]))
+            q = _probs(x, law)
+    return q
+
+
+@triton.jit
+@no_type_check
+def excess(batch, req, row, p_law, q_law, weight, share, o):
+    """Twin: `chain.excess`. max(0, w·p − share·q) of tokens `o` [S, W], float32; share is 1, or 0 where no q is."""
+    p = target_probs(batch, req, row, p_law, o) * weight.to(tl.float32)
+    q = draft_probs(batch, req, tl.minimum(row, batch.sizes.K - 1), q_law, o)
+    return tl.maximum(tl.where(share > 0, p - q, p), 0.0)

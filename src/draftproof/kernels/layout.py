@@ -1,0 +1,55 @@
+"""Where things stand in memory: the columns of the parameter tensors and of the workspace, for host and device alike.
+
+A *law row* is one row of logits that a law is made of. A request has J + K of them: its J target rows, then its K
+draft rows. Whatever the kernels remember of a law row stands at index b · (J + K) + row.
+"""
+
+import triton.language as tl
+
+from draftproof.core.draw import CHUNK as _CHUNK
+from draftproof.kernels.parameters import FLOATS as _FLOATS
+from draftproof.kernels.parameters import INTS as _INTS
+from draftproof.kernels.workspace import NUMBERS as _NUMBERS
+from draftproof.kernels.workspace import PER_CHUNK as _PER_CHUNK
+from draftproof.kernels.workspace import PER_TILE as _PER_TILE
+from draftproof.kernels.workspace import TRIALS_PLACES as _TRIALS_PLACES
+from draftproof.kernels.workspace import WORK as _WORK
+
+CHUNK = tl.constexpr(_CHUNK)
+PER_TILE = tl.constexpr(_PER_TILE)
+PER_CHUNK = tl.constexpr(_PER_CHUNK)
+SLICE = tl.constexpr(_CHUNK // _PER_CHUNK)  # fine enough to skip most of a row when looking for its largest
+
+# Parameters.floats; the draft's three stand DRAFT_SIDE further on
+FLOAT_COLUMNS = tl.constexpr(len(_FLOATS))
+TEMPERATURE = tl.constexpr(_FLOATS.index("temperature"))
+TOP_P = tl.constexpr(_FLOATS.index("top_p"))
+MIN_P = tl.constexpr(_FLOATS.index("min_p"))
+DRAFT_SIDE = tl.constexpr(_FLOATS.index("draft_temperature"))
+
+# Parameters.ints
+INT_COLUMNS = tl.constexpr(len(_INTS))
+SEED = tl.constexpr(_INTS.index("seeds"))
+START = tl.constexpr(_INTS.index("positions"))
+LENGTH = tl.constexpr(_INTS.index("lengths"))
+TOP_K = tl.constexpr(_INTS.index("top_k"))  # the draft's stands next to it
+TARGET_ROW = tl.constexpr(_INTS.index("target_rows"))
+DRAFT_ROW = tl.constexpr(_INTS.index("draft_rows"))
+
+# Workspace.numbers, float64, one line a law row. The log-sum-exp is in two parts: a logarithm is best taken by who
+# needs it, of the few rows he needs it of
+NUMBERS = tl.constexpr(_NUMBERS)
+CUTOFF = tl.constexpr(0)  # of a greedy row: the token it stands for
+BASE = tl.constexpr(1)  # lse = BASE + log MASS
+MASS = tl.constexpr(2)  # NaN: the row is no law
+WEIGHT = tl.constexpr(3)  # target rows under `block`: log w
+CANDIDATE = tl.constexpr(4)  # target rows under `block`: 1 where the round may stop here
+CENTRE = tl.constexpr(5)  # under `block`: the two numbers of `law.exponentials`
+GAIN = tl.constexpr(6)
+
+# Faults, bits
+NO_TARGET_LAW = tl.constexpr(1)
+NO_DRAFT_LAW = tl.constexpr(2)
+NO_SUCH_TOKEN = tl.constexpr(4)
+TRIALS_PLACES = tl.constexpr(_TRIALS_PLACES)
+WORK = tl.constexpr(_WORK)  # places a row has in Workspace.work besides its list of slices

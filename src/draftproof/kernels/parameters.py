@@ -1,0 +1,84 @@
+"""What a batch of requests asks for, as two tensors on the device: prepared once, changed in place from round to round."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.core.sampling import Sampling
+
+FLOATS: Final = ("temperature", "top_p", "min_p", "draft_temperature", "draft_top_p", "draft_min_p")
+INTS: Final = ("seeds", "positions", "lengths", "top_k", "draft_top_k", "target_rows", "draft_rows", "spare")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """One line a request. A column is read and written by its name: `parameters["positions"].add_(accepted + 1)`.
+
+    floats    temperature (0: greedy), top_p (1: off), min_p (0: off), and the three the draft was drawn with
+    ints      seeds; positions, the index of the first token the round emits; lengths of the drafts; top_k (0: off)
+              and the draft's; target_rows and draft_rows, where a request's logits begin: its index in the batch, or
+              its first row where the logits are ragged
+    filtered  whether any request, or its draft, may have top_k, top_p or min_p on: False saves a kernel
+    """
+
+    floats: Float[Tensor, "B 6"]
+    ints: Int[Tensor, "B 8"]
+    filtered: bool = True
+
+    def __len__(self) -> int:
+        return len(self.floats)
+
+    def __getitem__(self, column: str) -> Tensor:
+        """A view of one column."""
+        if column in FLOATS:
+            return self.floats[:, FLOATS.index(column)]
+        if column in INTS:
+            return self.ints[:, INTS.index(column)]
+        raise KeyError(f"{column!r} is no column; they are {', '.join(FLOATS + INTS[:-1])}")
+
+    @classmethod
+    def empty(cls, B: int, device: torch.device | str, *, filtered: bool = True) -> "Parameters":
+        """B plain requests: temperature 1, no filters, drafts of length 0, seeds and positions 0."""
+        floats = torch.tensor([1.0, 1.0, 0.0] * 2, dtype=torch.float64, device=device).repeat(B, 1)
+        made = cls(floats, torch.zeros((B, len(INTS)), dtype=torch.int64, device=device), filtered)
+        made["target_rows"].copy_(torch.arange(B, device=device))
+        made["draft_rows"].copy_(torch.arange(B, device=device))
+        return made
+
+    @classmethod
+    def of(
+        cls,
+        samplings: Sequence[Sampling],
+        draft_samplings: Sequence[Sampling],
+        *,
+        seeds: Int[Tensor, " B"],
+        positions: Int[Tensor, " B"],
+        lengths: Int[Tensor, " B"],
+    ) -> "Parameters":
+        """The same from `Sampling` objects, on the device of `lengths`. Bias and penalties are `Edits`."""
+        B = len(samplings)
+        if len(draft_samplings) != B:
+            raise ValueError(
+                f"draft_samplings must be one for each of {B} rows, like samplings; got {len(draft_samplings)}"
+            )
+        both = list(zip(samplings, draft_samplings, strict=True))
+        floats = [[x for s in pair for x in (s.temperature, s.top_p, s.min_p)] for pair in both]
+        made = cls.empty(B, lengths.device, filtered=any(filters(s) for pair in both for s in pair))
+        made.floats.copy_(torch.tensor(floats, dtype=torch.float64).view(B, len(FLOATS)), non_blocking=True)
+        top_k = torch.tensor([[s.top_k or 0 for s in pair] for pair in both]).view(B, 2)
+        made.ints[:, INTS.index("top_k") : INTS.index("top_k") + 2].copy_(top_k, non_blocking=True)
+        for name, column in (("seeds", seeds), ("positions", positions), ("lengths", lengths)):
+            if column.shape != (B,):
+                raise ValueError(f"{name} must be [{B}], one for each row; got {list(column.shape)}")
+            made[name].copy_(column, non_blocking=True)
+        return made
+
+
+def filters(sampling: Sampling) -> bool:
+    """Whether this request cuts tokens off: a greedy one has nothing left to cut."""
+    on = sampling.top_k is not None or sampling.top_p < 1 or sampling.min_p > 0
+    return on and sampling.temperature > 0

@@ -1,0 +1,103 @@
+"""Reading logits on the device, with bias, penalties and the allowed tokens put in on the way.
+
+Twin: `draftproof.core.edits.edited` and the mask of `draftproof.core.sampling.warp`. Nothing is written back: the few
+edited tokens stand in a short list, sorted, with an index by chunk (`draftproof.kernels.edits`).
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from draftproof.kernels.layout import CHUNK
+from draftproof.kernels.request import law_row
+
+NOTHING = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+@no_type_check
+def target_row(batch, req, row):
+    """Where a target row begins, or each of several."""
+    return batch.target + req.target_row * batch.strides.target + row.to(tl.int64) * batch.strides.target_row
+
+
+@triton.jit
+@no_type_check
+def draft_row(batch, req, row):
+    return batch.draft + req.draft_row * batch.strides.draft + row.to(tl.int64) * batch.strides.draft_row
+
+
+@triton.jit
+@no_type_check
+def take_target(batch, req, rows, o):
+    """Logits of tokens `o` [S, W] in target rows `rows` [S], as float32; −inf where there is none.
+
+    A line of `o` lies in one chunk; a negative token is none.
+    """
+    there = (o >= 0) & (o < batch.sizes.V)
+    x = tl.load(target_row(batch, req, rows)[:, None] + o, mask=there, other=NOTHING)
+    return dress_target(batch, req, rows, o, x.to(tl.float32))
+
+
+@triton.jit
+@no_type_check
+def take_draft(batch, req, rows, o):
+    """The same for draft rows; `o` are entries of the draft vocabulary."""
+    there = (o >= 0) & (o < batch.sizes.R)
+    x = tl.load(draft_row(batch, req, rows)[:, None] + o, mask=there, other=NOTHING)
+    return dress_draft(batch, req, rows, o, x.to(tl.float32))
+
+
+@triton.jit
+@no_type_check
+def dress_target(batch, req, rows, o, x):
+    """Edits and mask put into logits x."""
+    if batch.traits.EDITED:
+        x = _edit(x, o, batch.edits, req.b * 2, law_row(batch, req, rows.to(tl.int64)), batch.sizes.C)
+    if batch.traits.MASKED:
+        bits = batch.allowed + req.target_row * batch.strides.allowed + rows.to(tl.int64) * batch.strides.allowed_row
+        word = tl.load(bits[:, None] + (o >> 5), mask=(o >= 0) & (o < batch.sizes.V), other=0)
+        x = tl.where(((word >> (o & 31)) & 1) != 0, x, NOTHING)
+    return x
+
+
+@triton.jit
+@no_type_check
+def dress_draft(batch, req, rows, o, x):
+    if batch.traits.EDITED:
+        line = law_row(batch, req, batch.sizes.J + rows.to(tl.int64))
+        x = _edit(x, o, batch.edits, req.b * 2 + 1, line, batch.sizes.C)
+    return x
+
+
+@triton.jit
+@no_type_check
+def _edit(x, o, edits, side, lines, C):
+    """Twin: `edits._edit`. Bias, then repetition by sign, then what presence and frequency take off."""
+    chunk = tl.minimum(tl.maximum(tl.min(o, 1), 0) // CHUNK, C - 1)
+    first = edits.first + side * (C + 1) + chunk
+    here = tl.load(first)
+    count = tl.load(first + 1) - here
+    for n in range(0, tl.max(count, 0)):
+        real = n < count
+        token = tl.load(edits.tokens + side * edits.E + here + n, mask=real, other=-1)
+        at = edits.amounts + (lines * edits.E + here + n) * 4
+        bias = tl.load(at, mask=real, other=0.0)[:, None]
+        up = tl.load(at + 1, mask=real, other=1.0)[:, None]
+        down = tl.load(at + 2, mask=real, other=1.0)[:, None]
+        spent = tl.load(at + 3, mask=real, other=0.0)[:, None]
+        y = x + bias
+        x = tl.where((o == token[:, None]) & (o >= 0), y * tl.where(y > 0, up, down) - spent, x)
+    return x
+
+
+@triton.jit
+@no_type_check
+def entry_of(batch, tokens):
+    """The draft vocabulary's entry of each token; negative where it has none. Twin: `law.Vocab.entry`."""
+    entry = tokens.to(tl.int32)
+    if batch.traits.MAPPED:
+        there = (tokens >= 0) & (tokens < batch.sizes.V)
+        entry = tl.load(batch.entries + tokens, mask=there, other=-1).to(tl.int32)
+    return entry

@@ -1,0 +1,38 @@
+"""`models`: what is on this machine."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _nothing_cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_the_bundled_model_is_listed_with_its_place(run, tmp_path):
+    found = json.loads(run("models", "--json").out)
+    assert found[0]["name"] == "smollm2"
+    assert found[0]["bytes"] == 0
+    assert found[0]["path"].startswith(str(tmp_path))
+    assert "models fetch" in run("models").out
+
+
+def test_removing_what_is_not_there_says_so(run):
+    said = run("models", "remove")
+    assert said.status == 0
+    assert "not on this machine" in said.out
+
+
+def test_a_cached_model_is_removed(run, tmp_path):
+    folder = tmp_path / "draftproof" / "smollm2"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"0" * 2_000_000)
+    assert "2 MB freed" in run("models", "remove", "--yes").out
+    assert not folder.exists()
+
+
+def test_other_models_are_fetched_elsewhere(run):
+    said = run("models", "fetch", "Qwen/Qwen3-8B")
+    assert said.status == 2
+    assert "not bundled" in said.err

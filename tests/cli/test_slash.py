@@ -1,0 +1,124 @@
+"""The slash commands of a chat, one by one."""
+
+import json
+
+import pytest
+
+from draftproof.cli.conversation import Conversation, Settings, restored
+from draftproof.cli.options import Choice
+from draftproof.cli.slash import COMMANDS, LeaveChat, obey
+from draftproof.cli.streaming import Answer
+
+SAMPLING = {"temperature": 0.7, "top_k": None, "top_p": 1.0, "min_p": 0.0, "seed": 3}
+
+
+@pytest.fixture
+def conversation(model):
+    return Conversation(Settings(Choice(model), dict(SAMPLING), max_tokens=8))
+
+
+def said(conversation, text):
+    made = Answer()
+    list(conversation.say(text, made))
+    return made
+
+
+def test_help_lists_every_command(conversation):
+    listed = obey(conversation, "/help")
+    assert all(name in listed for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("/drafter suffix", "suffix"),
+        ("/drafter none", "plain decoding"),
+        ("/drafter early-exit:1", "early-exit:1"),
+        ("/rule token", "rule token"),
+        ("/draft-length 3", "draft length 3"),
+        ("/sampling temperature=0.2 top-k=5", "top-k=5"),
+        ("/seed 11", "seed 11"),
+        ("/seed off", "seed off"),
+        ("/compare on", "comparison on"),
+        ("/rounds on", "shown"),
+    ],
+)
+def test_a_command_switches_and_shows(conversation, line, shown):
+    assert shown in obey(conversation, line)
+
+
+def test_a_command_alone_shows_and_changes_nothing(conversation, model):
+    shown = [
+        obey(conversation, line) for line in ("/target", "/drafter", "/rule", "/draft-length", "/sampling", "/seed")
+    ]
+    assert shown[:4] == [model, "ngram", "block", "auto"]
+    assert shown[5] == "seed 3"
+    assert conversation.settings.sampling == SAMPLING
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("/nonsense", "/help lists"),
+        ("/rule strict", "rules are block"),
+        ("/drafter no-such-model", "neither"),
+        ("/draft-length long", "neither 'auto'"),
+        ("/sampling heat=2", "temperature"),
+        ("/sampling temperature=-1", "temperature must be"),
+        ("/sampling top-k=many", "takes a number"),
+        ("/compare maybe", "say on or off"),
+        ("/save", "say where"),
+        ("/load", "say from where"),
+    ],
+)
+def test_what_cannot_be_done_leaves_everything_as_it_was(conversation, line, complaint):
+    before = (conversation.settings.choice, dict(conversation.settings.sampling))
+    with pytest.raises(ValueError, match=complaint):
+        obey(conversation, line)
+    assert before == (conversation.settings.choice, conversation.settings.sampling)
+
+
+def test_rounds_are_refused_under_rules_without_a_coin(conversation):
+    obey(conversation, "/rounds on")
+    with pytest.raises(ValueError, match="token and block"):
+        obey(conversation, "/rule coupled")
+    assert conversation.settings.choice.rule == "block"
+
+
+def test_turns_are_remembered_and_forgotten(conversation):
+    answer = said(conversation, "the fox")
+    assert [m["role"] for m in conversation.messages] == ["user", "assistant"]
+    assert conversation.messages[1]["content"] == answer.text
+    obey(conversation, "/new")
+    assert conversation.messages == []
+
+
+def test_a_seed_gives_the_same_answer_under_another_drafter_if_coupled(conversation):
+    obey(conversation, "/rule coupled")
+    first = said(conversation, "the fox").text
+    obey(conversation, "/new")
+    obey(conversation, "/drafter none")
+    assert said(conversation, "the fox").text == first
+
+
+def test_a_saved_conversation_goes_on(conversation, tmp_path):
+    said(conversation, "the fox")
+    obey(conversation, "/draft-length 2")
+    file = tmp_path / "talk.json"
+    obey(conversation, f"/save {file}")
+    found = restored(file)
+    assert (found.settings, found.messages) == (conversation.settings, conversation.messages)
+    conversation.messages.clear()
+    assert "2 messages" in obey(conversation, f"/load {file}")
+
+
+def test_a_file_that_is_no_conversation_is_refused(conversation, tmp_path):
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps({"messages": []}))
+    with pytest.raises(ValueError, match="not a conversation"):
+        obey(conversation, f"/load {file}")
+
+
+def test_quit_leaves(conversation):
+    with pytest.raises(LeaveChat):
+        obey(conversation, "/quit")

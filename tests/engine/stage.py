@@ -1,0 +1,50 @@
+"""Targets whose text is known beforehand, and drafters that know it: for everything about rounds that is not chance."""
+
+from collections.abc import Sequence
+
+import torch
+
+from draftproof.core.noise import Noise
+from draftproof.core.types import PAD, Draft
+from draftproof.drafters import Context
+from draftproof.models import Cache, Forward
+from draftproof.models.toy import Toy
+
+V = 8
+
+
+def cycle(*tokens: int, vocab_size: int = V) -> Toy:
+    """Says these tokens round and round: each is followed by the next, for certain as far as float32 goes."""
+    table = torch.zeros(vocab_size, vocab_size)
+    for token, follower in zip(tokens, [*tokens[1:], tokens[0]], strict=True):
+        table[token, follower] = 200.0
+    return Toy(table)
+
+
+class Knowing:
+    """Drafts what stands in `text` behind as many tokens as the context has; remembers what it was asked for."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text, self.asked = list(text), []
+
+    def propose(self, contexts: Sequence[Context], k: Sequence[int], noise: Noise) -> Draft:
+        self.asked += [(len(c.tokens) - c.prompt_length, most) for c, most in zip(contexts, k, strict=True)]
+        rows = [self.text[len(c.tokens) : len(c.tokens) + most] for c, most in zip(contexts, k, strict=True)]
+        K = max(map(len, rows))
+        tokens = torch.tensor([row + [PAD] * (K - len(row)) for row in rows], dtype=torch.long).view(len(rows), K)
+        return Draft(tokens, torch.tensor([len(row) for row in rows]))
+
+
+class Counted:
+    """A target that counts its passes."""
+
+    def __init__(self, model: Toy) -> None:
+        self.model, self.passes = model, 0
+        self.vocab_size, self.max_length, self.device = model.vocab_size, model.max_length, model.device
+
+    def new_cache(self, rows: int, capacity: int = 0) -> Cache:
+        return self.model.new_cache(rows, capacity)
+
+    def __call__(self, tokens, cache, *, parents=None, scored=None, layers=()) -> Forward:
+        self.passes += 1
+        return self.model(tokens, cache, parents=parents, scored=scored, layers=layers)

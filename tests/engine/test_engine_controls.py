@@ -1,0 +1,70 @@
+"""A test that cannot fail proves nothing: engines with real mistakes in them (TRAPS), held to the test of
+test_exactness.py with as many texts or fewer, and rejected by it."""
+
+from dataclasses import replace
+
+import pytest
+
+import draftproof as dp
+from draftproof.core.sampling import Sampling
+from draftproof.core.sampling import warp as right_warp
+from draftproof.engine import round as rounds
+from draftproof.models.cache import SlotCache
+from engine.laws import counts, joint_law
+from engine.talk import talk
+from engine.tiny import PROMPT, V, llama, neighbour
+from evidence import g_test
+
+pytestmark = pytest.mark.statistical
+
+ALPHA = 1e-6
+PENALTY = Sampling(frequency_penalty=1.2)
+MIN_P = Sampling(min_p=0.2)
+PLAIN = Sampling()
+right_keep = SlotCache.keep
+
+
+def p_value(sampling: Sampling, n: int, drafter: object = None) -> float:
+    engine = dp.load(llama(), drafter or neighbour(), rule="block", num_draft_tokens=3, max_batch=500)
+    made = talk(engine, PROMPT, [sampling], n, length=3, budget=4)
+    assert made.drafting_mattered
+    return g_test(counts(made.texts, V), joint_law(llama(), PROMPT, sampling, 3))
+
+
+def stale_penalties(logits, samplings, history=None, draft=None, allowed=None, vocab=None):
+    """Penalties count what was emitted, and not the drafted tokens before a position (vLLM#18902)."""
+    return right_warp(logits, samplings, history, None, allowed, vocab)
+
+
+def min_p_dropped(logits, samplings, history=None, draft=None, allowed=None, vocab=None):
+    """min-p is not applied to positions that verify a draft (vLLM#42802)."""
+    if draft is not None and draft.tokens.shape[1]:
+        samplings = [replace(sampling, min_p=0.0) for sampling in samplings]
+    return right_warp(logits, samplings, history, draft, allowed, vocab)
+
+
+def kept_one_short(cache, counts, path=None):
+    """The last kept token's K/V is missing from the cache (vLLM#9730)."""
+    right_keep(cache, counts - int(cache.bound > 0), path)  # the prompt itself is read as it should be
+
+
+def kept_too_much(cache, counts, path=None):
+    """A rejected token stays in the cache."""
+    right_keep(cache, (counts + 1).clamp_max(cache.width), path)
+
+
+@pytest.mark.parametrize(("wrong", "sampling", "n"), [(stale_penalties, PENALTY, 3000), (min_p_dropped, MIN_P, 3000)])
+def test_a_wrong_warp_is_caught(wrong, sampling, n, monkeypatch):
+    monkeypatch.setattr(rounds, "warp", wrong)
+    assert p_value(sampling, n) < ALPHA
+
+
+@pytest.mark.parametrize("wrong", [kept_one_short, kept_too_much])
+def test_a_wrong_rollback_is_caught(wrong, monkeypatch):
+    monkeypatch.setattr(SlotCache, "keep", wrong)
+    assert p_value(PLAIN, 3000, "ngram") < ALPHA  # which has no cache of its own
+
+
+def test_the_same_test_passes_what_is_right():
+    assert p_value(MIN_P, 3000) > ALPHA
+    assert p_value(PLAIN, 3000, "ngram") > ALPHA

@@ -1,0 +1,26 @@
+"""Recorded runs to look at: a table of logits as target, and drafters that draw or choose."""
+
+from draftproof.drafters.model import ModelDrafter
+from draftproof.engine.load import load
+from draftproof.explain.explanation import Explanation
+from draftproof.explain.recorder import Recorder
+from draftproof.models.toy import Toy
+from models.tiny_tokenizers import byte_level
+
+V = len(byte_level())
+TARGET = Toy.random(V, spread=3.0, seed=1)
+
+
+def drawing() -> ModelDrafter:
+    """A model that half agrees with the target, so that some guesses stand and some fall."""
+    return ModelDrafter(Toy(0.8 * TARGET.table + 0.5 * Toy.random(V, seed=2).table))
+
+
+def recorded(rule: str, drafter: object, *, seed: int = 0, tokens: int = 48, **sampling: object) -> Explanation:
+    """A run and its rounds."""
+    recorder = Recorder(rule)
+    engine = load(TARGET, drafter, rule=recorder, num_draft_tokens=4, tokenizer=byte_level())
+    output = engine.generate("the quick brown fox", seed=seed, max_tokens=tokens, **sampling)
+    return Explanation(
+        "the quick brown fox", {"rule": rule}, recorder.rounds, output.tokens, output.stats, byte_level()
+    )

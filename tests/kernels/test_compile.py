@@ -1,0 +1,22 @@
+"""Every kernel compiles for every generation it claims to run on, without a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "compile_all.py"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile(capability, tmp_path):
+    """In a process of its own: Triton either compiles or interprets, whichever it was imported for."""
+    environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(capability)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["scan", "token", "block_walk", "block_sums", "block_close", "scan", "coupled"] + [
+        "scan", "settle", "token"
+    ]  # fmt: skip

@@ -1,0 +1,80 @@
+"""What the kernels refuse, and in which words; what importing them costs; what torch.compile makes of them."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from kernels.twins import kernel, make, parameters
+
+import draftproof as dp
+from draftproof.kernels import Parameters, Workspace, serves, verify_rows
+
+S = dp.Sampling
+
+
+@pytest.fixture(scope="module")
+def given():
+    return make([S(temperature=0.8)] * 2, V=600)
+
+
+def test_an_unknown_rule_is_refused(given):
+    with pytest.raises(dp.Inexact, match="token, block, coupled; got 'tree'"):
+        kernel(given, "tree")
+
+
+def test_logits_that_cannot_be_read_are_refused(given):
+    with pytest.raises(ValueError, match=r"target_logits must be float32, bfloat16 or float16; got torch.float64"):
+        kernel(replace(given, target=given.target.double()), "token")
+    with pytest.raises(ValueError, match=r"target_logits must have its vocabulary axis contiguous"):
+        kernel(replace(given, target=given.target.transpose(1, 2).contiguous().transpose(1, 2)), "token")
+    with pytest.raises(ValueError, match=r"draft_logits must be \[2, 3, V\]"):
+        kernel(replace(given, draft=given.draft[:, :2]), "token")
+
+
+def test_a_vocabulary_without_its_map_is_refused(given):
+    with pytest.raises(ValueError, match="draft_logits are over 500 tokens, target_logits over 600: pass draft_entries"):
+        verify_rows(given.target, given.tokens, given.draft[..., :500], parameters=parameters(given))
+
+
+def test_a_small_workspace_is_refused(given):
+    with pytest.raises(ValueError, match="workspace is too small for B=2, K=3, V=600"):
+        kernel(given, "token", workspace=Workspace.empty(1, 3, 600, "cpu"))
+    filtered = replace(given, samplings=[S(top_k=3)] * 2)
+    with pytest.raises(ValueError, match="made with filtered=False"):
+        kernel(filtered, "token", workspace=Workspace.empty(2, 3, 600, "cpu", filtered=False))
+
+
+def test_columns_have_names():
+    rows = Parameters.empty(2, "cpu")
+    rows["positions"].add_(7)
+    assert rows.ints[:, 1].tolist() == [7, 7]
+    with pytest.raises(KeyError, match="'position' is no column; they are temperature"):
+        rows["position"]
+
+
+def test_only_cuda_tensors_are_served(given):
+    assert not serves(given.target, given.tokens, "token")
+
+
+def test_importing_the_package_does_not_import_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import draftproof.kernels as k; k.Workspace.empty(1, 2, 600, 'cpu')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_torch_compile_takes_it_whole(device):
+    given = make([S(temperature=0.8)] * 2, V=600, device=device, ragged=False)
+    rows, workspace = parameters(given), Workspace.empty(2, 3, 600, device, filtered=False)
+
+    def step(target, tokens, draft):
+        got = verify_rows(target * 1.0, tokens, draft, parameters=rows, rule="token", workspace=workspace)
+        return got.tokens + 0
+
+    want = step(given.target, given.tokens, given.draft)
+    workspace.tokens.zero_()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert compiled(given.target, given.tokens, given.draft).tolist() == want.tolist()

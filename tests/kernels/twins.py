@@ -1,0 +1,106 @@
+"""The kernel and its reference on the same input: what both say, side by side."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+import draftproof as dp
+from draftproof.core.law import Vocab
+from draftproof.core.types import Draft, History, Verdict
+from draftproof.kernels import Edits, Parameters, Rows, pack, verify_rows
+
+PLAIN = dp.Sampling()
+
+
+@dataclass(frozen=True)
+class Input:
+    """One batch, as `draftproof.verify` takes it."""
+
+    target: Tensor
+    draft: Tensor | None
+    tokens: Tensor
+    lengths: Tensor
+    samplings: list[dp.Sampling]
+    drafts: list[dp.Sampling]
+    seeds: Tensor
+    positions: Tensor
+    history: list[History] | None = None
+    allowed: Tensor | None = None
+    vocab: Vocab | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+    def chosen(self) -> "Input":
+        return replace(self, draft=None)
+
+
+def make(
+    samplings: list[dp.Sampling],
+    *,
+    K: int = 3,
+    V: int = 1100,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    spread: float = 2.5,
+    drafts: list[dp.Sampling] | None = None,
+    ragged: bool = True,
+    entries: int | None = None,
+) -> Input:
+    """Random rows whose drafter is near the target; draft tokens are drawn from the drafter's own law."""
+    B, drafts = len(samplings), samplings if drafts is None else drafts
+    generator = torch.Generator().manual_seed(seed)
+    target = (spread * torch.randn(B, K + 1, V, generator=generator)).to(dtype)
+    draft = (target[:, :K].float() + 0.7 * torch.randn(B, K, V, generator=generator)).to(dtype)
+    vocab = None
+    if entries is not None:
+        vocab = Vocab.of(torch.randperm(V, generator=generator)[:entries], V)
+        draft = draft[..., vocab.ids].contiguous()
+    law = dp.warp(draft, [replace(s, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0) for s in drafts],
+                  vocab=vocab)  # fmt: skip
+    tokens = law.probs().flatten(0, 1).multinomial(1, generator=generator).view(B, K)
+    lengths = torch.randint(0, K + 1, (B,), generator=generator) if ragged else torch.full((B,), K)
+    seeds = torch.randint(-(2**62), 2**62, (B,), generator=generator)
+    positions = torch.randint(0, 2**20, (B,), generator=generator)
+    if vocab is not None:
+        vocab = Vocab(vocab.ids.to(device), vocab.entry.to(device))
+    return Input(
+        target.to(device), draft.to(device), tokens.to(device), lengths.to(device), samplings, drafts,
+        seeds.to(device), positions.to(device), vocab=vocab,
+    )  # fmt: skip
+
+
+def reference(given: Input, rule: str) -> Verdict:
+    return dp.verify(
+        given.target, given.tokens, given.draft, draft_lengths=given.lengths, sampling=given.samplings,
+        draft_sampling=None if given.draft is None else given.drafts, history=given.history, allowed=given.allowed,
+        rule=rule, seeds=given.seeds, positions=given.positions,
+        draft_ids=None if given.vocab is None else given.vocab.ids,
+    )  # fmt: skip
+
+
+def parameters(given: Input) -> Parameters:
+    return Parameters.of(
+        given.samplings, given.drafts, seeds=given.seeds, positions=given.positions, lengths=given.lengths
+    )
+
+
+def kernel(given: Input, rule: str, **more: object) -> Rows:
+    drafts = None if given.draft is None else given.drafts
+    V = given.target.shape[-1]
+    edits = Edits.of(given.samplings, drafts, given.history, given.tokens, given.lengths, V, given.vocab)
+    return verify_rows(
+        given.target, given.tokens, given.draft, parameters=parameters(given), rule=rule, edits=edits,
+        allowed=None if given.allowed is None else pack(given.allowed),
+        draft_entries=None if given.vocab is None else given.vocab.entry, **given.extra, **more,
+    )  # fmt: skip
+
+
+def assert_equal(given: Input, rule: str, **more: object) -> None:
+    got, want = kernel(given, rule, **more), reference(given, rule)
+    assert got.faults.tolist() == [0] * len(given.tokens)
+    assert got.tokens.tolist() == want.tokens.tolist()
+    assert got.accepted.tolist() == want.accepted.tolist()
+
+
+__all__ = ["PLAIN", "Draft", "Input", "assert_equal", "kernel", "make", "parameters", "reference"]
