@@ -7,6 +7,7 @@ import pytest
 
 from draftproof.cli import options
 from draftproof.cli.main import COMMANDS
+from draftproof.drafters.table import DRAFTERS, is_name
 from draftproof.verify import RULES
 
 
@@ -40,10 +41,21 @@ def test_no_command_shows_the_help(run):
     assert "First steps" in said.out
 
 
-def test_an_unknown_command_is_refused_in_one_line(run):
-    said = run("genrate")
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (["genrate"], "No such command 'genrate'"),
+        (["explain"], "Missing argument 'PROMPT'"),
+        (["generate", "fox", "--rule", "strict"], "'strict' is not one of"),
+        (["generate", "fox", "--num-draft-tokens", "many"], "neither 'auto' nor a whole number"),
+    ],
+)
+def test_a_wrong_call_is_refused_in_one_line_that_names_the_help(run, call, complaint):
+    said = run(*call)
     assert said.status == 2
-    assert "No such command 'genrate'" in said.err
+    assert complaint in said.err
+    assert "--help`" in said.err
+    assert said.err.count("\n") == 1
 
 
 def test_errors_are_one_line_that_says_what_to_do(run, tmp_path):
@@ -74,5 +86,13 @@ def test_wrong_numbers_name_the_option(run, model):
     assert run("generate", "hello", "--num-draft-tokens", "many").status == 2
 
 
-def test_the_rules_on_offer_are_the_rules_there_are():
+def test_what_is_on_offer_is_what_there_is():
     assert set(options.RULES) == set(RULES)
+    assert set(DRAFTERS) < set(options.DRAFTERS)
+    assert all(is_name(name.replace("N", "1")) for name in options.DRAFTERS)
+
+
+def test_a_misspelt_drafter_is_not_looked_for_on_a_hub(run):
+    said = run("generate", "hello", "--drafter", "nrgam")
+    assert said.status == 2
+    assert "--draft-model" in said.err

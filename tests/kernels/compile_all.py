@@ -11,7 +11,7 @@ from draftproof.kernels import Parameters, Workspace
 from draftproof.kernels.call import Call
 from draftproof.kernels.launch import plan
 
-B, K, V = 2, 4, 128256
+B, K = 2, 4
 
 
 class NoDevice:
@@ -30,21 +30,21 @@ class NoDevice:
         return 0
 
 
-def call(rule: str, dtype: torch.dtype, sampling: dp.Sampling) -> Call:
+def call(rule: str, dtype: torch.dtype, sampling: dp.Sampling, V: int) -> Call:
     lengths = torch.full((B,), K)
     rows = Parameters.of([sampling] * B, [dp.Sampling()] * B, seeds=lengths, positions=lengths, lengths=lengths)
     target, draft = torch.empty(B, K + 1, V, dtype=dtype), torch.empty(B, K, V, dtype=dtype)
     return Call(target, torch.zeros(B, K, dtype=torch.long), draft, rows, rule)
 
 
-def main(capability: int) -> None:
+def main(capability: int, V: int) -> None:
     triton.runtime.driver.set_active(NoDevice(capability))
     seen = set()
     calls = [
-        call("token", torch.float32, dp.Sampling()),
-        call("block", torch.float32, dp.Sampling()),
-        call("coupled", torch.bfloat16, dp.Sampling()),
-        call("token", torch.bfloat16, dp.Sampling(top_k=50)),
+        call("token", torch.float32, dp.Sampling(), V),
+        call("block", torch.float32, dp.Sampling(), V),
+        call("coupled", torch.bfloat16, dp.Sampling(), V),
+        call("token", torch.bfloat16, dp.Sampling(top_k=50), V),
     ]
     for number, each in enumerate(calls):
         for step in plan(each, Workspace.empty(B, K, V, "cpu"), overlap=capability >= 90):
@@ -56,4 +56,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

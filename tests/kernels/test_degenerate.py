@@ -14,20 +14,21 @@ RULES = ("token", "block", "coupled")
 
 @pytest.mark.parametrize("rule", RULES)
 def test_all_logits_equal(rule, device):
-    given = make([S(), S(top_k=3), S(top_p=0.5), S(temperature=0.0)], V=700, device=device)
+    given = make([S(), S(top_k=3), S(temperature=0.0)], drafts=[S()] * 3, V=600, K=1, device=device)
     flat = replace(given, target=torch.zeros_like(given.target), draft=torch.zeros_like(given.draft))
     assert_equal(flat, rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_ties_at_the_cutoff_are_kept(rule, device):
-    given = make([S(top_k=7), S(top_p=0.6), S(temperature=0.5, top_k=400, top_p=0.7)], V=900, device=device)
+    given = make([S(top_k=7), S(top_p=0.6), S(top_k=400, top_p=0.7)], drafts=[S()] * 3, V=600, K=1, device=device)
     assert_equal(replace(given, target=given.target.round(), draft=given.draft.round()), rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_with_minus_infinity(rule, device):
-    given = make([S(), S(temperature=0.0), S(top_k=9, top_p=0.9), S(min_p=0.1)], V=700, device=device)
+    batch = [S(), S(temperature=0.0), S(top_k=9, top_p=0.9), S(min_p=0.1)]
+    given = make(batch, drafts=[S()] * 4, V=700, K=1, device=device)
     target = given.target.clone()
     target[..., 100:650] = -torch.inf  # a whole chunk and more
     target[..., 3] = 0.0
@@ -36,7 +37,7 @@ def test_rows_with_minus_infinity(rule, device):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_one_possible_token(rule, device):
-    given = make([S(), S(temperature=0.0), S(top_p=0.9)], V=600, device=device).chosen()
+    given = make([S(), S(temperature=0.0), S(top_p=0.9)], V=600, K=1, device=device).chosen()
     target = torch.full_like(given.target, -torch.inf)
     target[..., 555] = -3.0
     assert_equal(replace(given, target=target), rule)
@@ -70,7 +71,7 @@ def _coin(seed: int) -> float:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_no_law_is_a_fault_and_closes_with_pad(rule, value, device):
-    given = make([S(), S(temperature=0.0), S(top_k=4)], V=600, device=device, ragged=False).chosen()
+    given = make([S(), S(temperature=0.0), S(top_k=4)], V=300, K=1, device=device, ragged=False).chosen()
     target = given.target.clone()
     target[:, 0, 17] = value
     got = kernel(replace(given, target=target), rule)
@@ -79,7 +80,7 @@ def test_what_is_no_law_is_a_fault_and_closes_with_pad(rule, value, device):
 
 
 def test_nothing_allowed_is_a_fault(device):
-    given = make([S(), S(temperature=0.0), S(top_p=0.5)], V=600, device=device).chosen()
+    given = make([S(), S(temperature=0.0), S(top_p=0.5)], V=300, K=1, device=device).chosen()
     allowed = torch.zeros(given.target.shape, dtype=torch.bool, device=device)
     assert kernel(replace(given, allowed=allowed), "token").faults.tolist() == [1, 1, 1]
 

@@ -1,5 +1,7 @@
 """Same noise, same verdict: every kernel against its reference over small shapes and all settings."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernels.twins import assert_equal, make
@@ -10,51 +12,58 @@ S = dp.Sampling
 RULES = ("token", "block", "coupled")
 BATCHES = {
     "temperature": [S(temperature=0.7), S(), S(temperature=1.6)],
-    "greedy": [S(temperature=0.0)] * 3,
+    "greedy": [S(temperature=0.0)],
     "top_k": [S(temperature=0.8, top_k=20), S(top_k=1), S(top_k=2000)],
     "top_p": [S(temperature=0.7, top_p=0.8), S(top_p=0.1), S(temperature=1.5, top_p=0.97)],
     "min_p": [S(min_p=0.02), S(temperature=0.6, min_p=0.2), S(min_p=1.0)],
     "all at once": [S(temperature=0.9, top_k=50, top_p=0.9, min_p=0.01), S(temperature=0.0), S(top_p=0.9)],
 }
+SEARCHED = {"top_k", "top_p", "all at once"}  # in the interpreter a search takes a second
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_gives_the_reference_verdict(rule, name, device):
-    assert_equal(make(BATCHES[name], device=device, seed=len(name)), rule)
+    drafts = [S()] * len(BATCHES[name]) if rule == "coupled" else None
+    K = 1 if name in SEARCHED else 3
+    assert_equal(make(BATCHES[name], K=K, device=device, seed=len(name), drafts=drafts), rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_give_the_reference_verdict(rule, dtype, device):
-    batch = [S(temperature=0.8), S(temperature=0.0), S(temperature=0.9, top_k=30, top_p=0.9)]
-    assert_equal(make(batch, device=device, dtype=dtype, V=900, seed=5), rule)
+    batch = [S(temperature=0.8), S(temperature=0.9, top_k=30, top_p=0.9)]
+    assert_equal(make(batch, device=device, dtype=dtype, V=900, K=1, seed=5), rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_chosen_draft_gives_the_reference_verdict(rule, device):
     batch = [S(temperature=0.5), S(temperature=0.0), S(temperature=0.7, top_k=5), S(temperature=0.4)]
-    assert_equal(make(batch, device=device, spread=4.0, ragged=False).chosen(), rule)
+    assert_equal(make(batch, device=device, spread=4.0, K=2, ragged=False).chosen(), rule)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_the_draft_may_be_sampled_differently(rule, device):
     drafts = [S(temperature=0.0), S(temperature=1.2, top_k=40), S(temperature=0.5)]
-    assert_equal(make([S(temperature=0.8)] * 3, drafts=drafts, device=device, seed=3), rule)
+    assert_equal(make([S(temperature=0.8)] * 3, drafts=drafts, K=2, V=700, device=device, seed=3), rule)
 
 
 @pytest.mark.parametrize("V", [3, 128, 512, 513, 4097])
 def test_any_vocabulary_size(V, device):
-    assert_equal(make([S(temperature=0.9), S(temperature=0.0)], V=V, device=device, K=2), "token")
+    assert_equal(make([S(temperature=0.9)] * 2, V=V, device=device, K=2), "token")
 
 
 @pytest.mark.parametrize("K", [0, 1, 9])
 @pytest.mark.parametrize("rule", RULES)
 def test_any_draft_length(rule, K, device):
-    assert_equal(make([S(temperature=0.6), S(temperature=1.1)], V=300, K=K, device=device, spread=4.0), rule)
+    given = make([S(temperature=0.6), S(temperature=1.1)], V=300, K=max(1, K), device=device, spread=4.0)
+    if K == 0:
+        given = replace(given.chosen(), target=given.target[:, :1], tokens=given.tokens[:, :0].contiguous(),
+                        lengths=given.lengths * 0)  # fmt: skip
+    assert_equal(given, rule)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_near_and_far_drafters(rule, seed, device):
     """Small differences between p and q make trials fail and chances small; large ones make them stand at once."""

@@ -14,7 +14,7 @@ from draftproof.bench.hosts import hosts
 from draftproof.bench.measure import Contestant, Plan, Run, measured
 from draftproof.cli.main import INTERRUPTED
 from draftproof.cli.opening import open_engine
-from draftproof.cli.options import Choice, drafter_of
+from draftproof.cli.options import Choice, check_drafter, drafter_of
 from draftproof.cli.screen import screen
 from draftproof.cli.waiting import waiting
 from draftproof.engine.engine import Engine
@@ -45,6 +45,8 @@ class Asked:
 
 def bench(asked: Asked) -> int:
     """Measure, show, keep; the status to leave with."""
+    for name in asked.drafters:
+        check_drafter(name)
     chosen = prompts.pick(prompts.read(asked.prompts), [k for k in asked.kinds.split(",") if k], asked.limit)
     engine = open_engine(Choice(asked.target, None, device=asked.device))
     tokenizer = engine.tokenizer

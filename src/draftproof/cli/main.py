@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         click.echo(wanted.format_message())
         status = 0
     except click.ClickException as error:
-        error.show()
+        click.echo(f"Error: {error.format_message()}{_advice(error)}", err=True)
         status = error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
@@ -92,6 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         click.echo(f"Error: {in_one_line(error)}", err=True)
         status = status_of(error)
     sys.exit(status or 0)
+
+
+def _advice(error: click.ClickException) -> str:
+    """Where a wrong call is put right."""
+    where = error.ctx if isinstance(error, click.UsageError) else None
+    return f" (`{where.command_path} --help` has examples)" if where is not None else ""
 
 
 def in_one_line(error: Exception) -> str:

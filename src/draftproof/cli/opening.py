@@ -20,12 +20,11 @@ def prepare(choice: Choice) -> None:
 
 def open_engine(choice: Choice, verifier: "Verifier | None" = None) -> "Engine":
     """Load everything anew. `verifier` stands in for the rule's name, to watch it."""
-    with waiting(f"Loading {choice.target}"):
-        from draftproof.engine.load import load
-
-        quiet_transformers()
     prepare(choice)
     with waiting(f"Loading {choice.target}"):
+        quiet_hosts()
+        from draftproof.engine.load import load
+
         return load(
             choice.target,
             choice.drafter,
@@ -50,9 +49,11 @@ def reopen(engine: "Engine", choice: Choice, drafter: Any, verifier: "Verifier |
         )
 
 
-def quiet_transformers() -> None:
-    """Its bars and advice would land in the middle of a streamed text."""
+def quiet_hosts() -> None:
+    """Their bars and advice would land in the middle of a streamed text; what fails is said in our own words."""
+    from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
+    hub.set_verbosity_error()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

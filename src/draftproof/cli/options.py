@@ -10,6 +10,9 @@ import click
 RULES: Final = ("block", "token", "coupled", "tree")
 """The names of `verify.RULES`, which cannot be imported for a --help: it would import torch."""
 
+DRAFTERS: Final = ("ngram", "suffix", "prompt-lookup", "early-exit:N")
+"""The names of `drafters.table`, for the same reason."""
+
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
 
@@ -51,6 +54,12 @@ def draft_length_option(default: str = "auto") -> Option:
     )  # fmt: skip
 
 
+def check_drafter(name: str) -> None:
+    """Refuse a name that is none of ours here: as the name of a model it would be looked for on a hub."""
+    if name != "none" and name.partition(":")[0] not in {known.partition(":")[0] for known in DRAFTERS}:
+        raise click.UsageError(f"--drafter takes {', '.join(DRAFTERS)} or none, not {name!r}; a model: --draft-model")
+
+
 def drafter_of(word: str) -> str | None:
     """What `load` takes: None where plain decoding is asked for."""
     return None if word == "none" else word
@@ -76,7 +85,8 @@ def engine_options(
         draft_length_option(num_draft_tokens),
         click.option(
             "--rule", type=click.Choice(rules), default=rule, show_default=True,
-            help="How guesses are judged; all are exact. Under coupled the text depends on --seed and on no drafter.",
+            help="How guesses are judged; all are exact."
+            + (" Under coupled the text depends on --seed and on no drafter." if "coupled" in rules else ""),
         ),
         click.option("--device", metavar="NAME", help="cuda, cpu …; default: CUDA where there is one."),
     ]  # fmt: skip
@@ -87,6 +97,8 @@ def engine_options(
             model, name = given.pop("draft_model"), given.pop("drafter")
             if model is not None and name is not None:
                 raise click.UsageError("--draft-model and --drafter both say who guesses: give one of them")
+            if name is not None:
+                check_drafter(name)
             who = model or drafter_of(name or drafter)
             rest = {field: given.pop(field) for field in ("target", "rule", "num_draft_tokens", "device")}
             return command(choice=Choice(drafter=who, **rest), **given)

@@ -112,7 +112,7 @@ def _explain_one(console: Console, explanation: Explanation) -> None:
 
 
 def _telling(rounds: list[Round]) -> tuple[int, Round]:
-    """The round with most to see: a guess rejected by a coin that could have fallen otherwise, others kept before it."""
+    """The round with most to see: a guess rejected by a coin that could have fallen otherwise, others kept before."""
 
     def interest(item: tuple[int, Round]) -> tuple[bool, bool, int]:
         round_ = item[1]

@@ -41,7 +41,7 @@ def _trials(batch, req):
 @no_type_check
 def _look_up(batch, req, at, law):
     """Replace every trial's two numbers by the slice of p they fall into and the mass before it there."""
-    running = target_running(batch, req, at)
+    running = target_running(batch, req, at, law)
     memory = _trials(batch, req) + 3 * TRIALS
     tl.store(memory + tl.arange(0, batch.traits.NP), running)
     tl.debug_barrier()
@@ -123,8 +123,8 @@ def draw_excess(batch, req, at, p_law, q_law, weight, share, LANE: tl.constexpr)
     running = tl.cumsum(sums.to(tl.float64), 0)
     some = tl.max(running, 0) > 0
     if not some:
-        running = target_running(batch, req, at)
-    first, second = pair(req.seed, req.start, CLOSE, LANE + tl.arange(0, 1), 0)
+        running = target_running(batch, req, at, p_law)
+    first, second = pair(req.seed, req.start, CLOSE, tl.arange(0, 1) + LANE, 0)
     share, weight = tl.where(some, share, 0.0), tl.where(some, weight, 1.0)
     chunk = invert(running, tl.sum(first, 0))
     return draw_in_chunk(batch, req, at, p_law, q_law, weight, share, chunk, tl.sum(second, 0))

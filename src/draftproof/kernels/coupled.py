@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from draftproof.kernels.exponent import LN_2
 from draftproof.kernels.laws import line_of, numbers_of, target_probs
-from draftproof.kernels.layout import CHUNK, NO_TARGET_LAW
+from draftproof.kernels.layout import CHUNK, MASS, NO_TARGET_LAW
 from draftproof.kernels.noise import POSITION, exponential
-from draftproof.kernels.numbers import lse_at, number_all
+from draftproof.kernels.numbers import number_all
 from draftproof.kernels.request import law_row, request
 from draftproof.kernels.verdict import greedy_match, write
 
@@ -45,16 +46,18 @@ def _drafted(batch, req, i):
 def _race(batch, req, row):
     """Twin: `race.run`. The token that wins behind `row` draft tokens, and whether that row is a law."""
     C, place = batch.sizes.C, req.start + row
-    lse = lse_at(line_of(batch, req, row))
+    mass = tl.load(line_of(batch, req, row) + MASS)
     c = tl.arange(0, batch.traits.NP)
     stats = batch.stats + law_row(batch, req, row) * 2 * C + c
     m = tl.load(stats, mask=c < C, other=float("-inf")).to(tl.float64)
     s = tl.load(stats + C, mask=c < C, other=0.0).to(tl.float64)
-    speed = s * tl.exp(m * (1.0 / req.temperature) - lse) / exponential(req.seed, place, POSITION, c, 0)
+    law = numbers_of(batch, req, row)
+    s *= tl.exp((m - law.centre.to(tl.float64)) * (law.slope.to(tl.float64) * LN_2))
+    speed = s / exponential(req.seed, place, POSITION, c, 0)
     chunk = _first_of(speed, c)
     o = chunk * CHUNK + tl.arange(0, CHUNK)
-    p = tl.reshape(target_probs(batch, req, row, numbers_of(batch, req, row), o[None, :]), (CHUNK,)).to(tl.float64)
-    sound = lse == lse
+    p = tl.reshape(target_probs(batch, req, row, law, o[None, :]), (CHUNK,)).to(tl.float64)
+    sound = mass == mass
     winner = _first_of(p / exponential(req.seed, place, POSITION, o, 1), o)
     return tl.where(sound, winner, -1), tl.where(sound, 0, NO_TARGET_LAW)
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
-from draftproof.kernels.exponent import exp
+from draftproof.kernels.exponent import power, slope_of
 from draftproof.kernels.layout import PER_CHUNK, SLICE
 from draftproof.kernels.layout import WORK as FEW
 from draftproof.kernels.orders import key, value
@@ -98,7 +98,7 @@ def _each(x):
 @no_type_check
 def _mass(x, place):
     """Mass relative to the peak's, float32."""
-    return exp((x - place.peak) * place.scale.to(tl.float32))
+    return power(x - place.peak, slope_of(place.scale))
 
 
 @triton.jit

@@ -9,24 +9,22 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from draftproof.kernels.exponent import exp
-from draftproof.kernels.laws import excess, line_of
+from draftproof.kernels.exponent import LN_2, power
+from draftproof.kernels.laws import excess
 from draftproof.kernels.layout import PER_CHUNK, SLICE
-from draftproof.kernels.numbers import lse_at
 from draftproof.kernels.request import law_row
 
 
 @triton.jit
 @no_type_check
-def target_running(batch, req, row):
+def target_running(batch, req, row, law):
     """Running sums, float64, of a target row's mass by chunk, from its stats. Twin: the first line of `draw.invert`."""
     C = batch.sizes.C
     c = tl.arange(0, batch.traits.NP)
     stats = batch.stats + law_row(batch, req, row) * 2 * C + c
     m = tl.load(stats, mask=c < C, other=float("-inf")).to(tl.float64)
     s = tl.load(stats + C, mask=c < C, other=0.0).to(tl.float64)
-    lse = lse_at(line_of(batch, req, row))
-    return tl.cumsum(s * tl.exp(m * (1.0 / req.temperature) - lse), 0)
+    return tl.cumsum(s * tl.exp((m - law.centre.to(tl.float64)) * (law.slope.to(tl.float64) * LN_2)), 0)
 
 
 @triton.jit
@@ -64,7 +62,7 @@ def slice_of(batch, req, row, law, chunk, uniform):
     there = chunk[:, None] * PER_CHUNK + part < n
     m = tl.load(at, mask=there, other=float("-inf"))
     s = tl.load(at + n, mask=there, other=0.0)
-    w = (s * exp((m - law.centre) * law.scale) * law.gain).to(tl.float64)
+    w = (s * power(m - law.centre, law.slope) * law.gain).to(tl.float64)
     total = tl.sum(w, 1)
     goal = uniform * total
     which, last = tl.zeros(chunk.shape, tl.int32), tl.zeros(chunk.shape, tl.int32)

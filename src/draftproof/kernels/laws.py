@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
-from draftproof.kernels.exponent import exp
+from draftproof.kernels.exponent import power, slope_of
 from draftproof.kernels.layout import BASE, CENTRE, CUTOFF, GAIN, MASS, NO_DRAFT_LAW, NO_SUCH_TOKEN, NUMBERS
 from draftproof.kernels.numbers import lse_at
 from draftproof.kernels.request import law_row
@@ -20,9 +20,9 @@ def line_of(batch, req, row):
 
 
 class Numbers(NamedTuple):
-    """Of one law row, as float32: p of logit x is exp((x − centre) · scale) · gain, 0 below the cutoff."""
+    """Of one law row, as float32: p of logit x is 2^((x − centre) · slope) · gain, 0 below the cutoff."""
 
-    scale: Any
+    slope: Any
     centre: Any
     gain: Any
     cutoff: Any
@@ -47,13 +47,13 @@ def draft_numbers_of(batch, req, row):
 def _numbers(line, temperature):
     centre, gain = _centred(lse_at(line), temperature)
     cutoff = tl.load(line + CUTOFF).to(tl.float32)
-    return Numbers(scale=(1.0 / temperature).to(tl.float32), centre=centre, gain=gain, cutoff=cutoff)
+    return Numbers(slope=slope_of(1.0 / temperature), centre=centre, gain=gain, cutoff=cutoff)
 
 
 @triton.jit
 @no_type_check
 def _centred(lse, temperature):
-    """Twin: the first two lines of `law.exponentials`."""
+    """Twin: centre and gain of `law.powers`."""
     centre = (lse * temperature).to(tl.float32)
     return centre, tl.exp(centre.to(tl.float64) * (1.0 / temperature) - lse).to(tl.float32)
 
@@ -94,7 +94,7 @@ def _write_centre(line, temperature, there):
 def written_numbers(line, temperature):
     """Of a row whose centre and gain are written down."""
     return Numbers(
-        scale=(1.0 / temperature).to(tl.float32),
+        slope=slope_of(1.0 / temperature),
         centre=tl.load(line + CENTRE).to(tl.float32),
         gain=tl.load(line + GAIN).to(tl.float32),
         cutoff=tl.load(line + CUTOFF).to(tl.float32),
@@ -104,8 +104,8 @@ def written_numbers(line, temperature):
 @triton.jit
 @no_type_check
 def _probs(x, law):
-    """Twin: `law.exponentials`."""
-    return tl.where(x < law.cutoff, 0.0, exp((x - law.centre) * law.scale) * law.gain)
+    """Twin: `law.powers`, and what `Law.probs` makes of it."""
+    return tl.where(x < law.cutoff, 0.0, power(x - law.centre, law.slope) * law.gain)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ BASE = tl.constexpr(1)  # lse = BASE + log MASS
 MASS = tl.constexpr(2)  # NaN: the row is no law
 WEIGHT = tl.constexpr(3)  # target rows under `block`: log w
 CANDIDATE = tl.constexpr(4)  # target rows under `block`: 1 where the round may stop here
-CENTRE = tl.constexpr(5)  # under `block`: the two numbers of `law.exponentials`
+CENTRE = tl.constexpr(5)  # under `block`: the two numbers of `law.powers`
 GAIN = tl.constexpr(6)
 
 # Faults, bits

@@ -5,7 +5,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from draftproof.kernels.exponent import exp
+from draftproof.kernels.exponent import power, slope_of
 from draftproof.kernels.layout import BASE, CUTOFF, MASS, NUMBERS
 from draftproof.kernels.request import law_row, wanted
 
@@ -28,9 +28,9 @@ def plain_numbers(batch, lines, there, scale, greedy):
         cutoff, base = first.to(tl.float64), tl.zeros(peak.shape, tl.float64)
         mass = tl.where(first >= 0, 1.0, float("nan")).to(tl.float64)
     else:
-        distance = (m - tl.where(sound, peak, 0.0)[:, None]) * scale.to(tl.float32)[:, None]
+        distance = m - tl.where(sound, peak, 0.0)[:, None]
         cutoff, base = tl.full(peak.shape, float("-inf"), tl.float64), peak.to(tl.float64) * scale
-        mass = tl.sum((s * exp(distance)).to(tl.float64), 1)
+        mass = tl.sum((s * power(distance, slope_of(scale)[:, None])).to(tl.float64), 1)
     at = batch.numbers + lines * NUMBERS
     tl.store(at + CUTOFF, cutoff, mask=there)
     tl.store(at + BASE, base, mask=there)

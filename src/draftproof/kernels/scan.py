@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.exponent import power, rate
+from draftproof.kernels.exponent import power, slope_of
 from draftproof.kernels.layout import PER_CHUNK, SLICE
 from draftproof.kernels.layout import PER_TILE as CHUNKS
 from draftproof.kernels.request import law_row, request, wanted
@@ -105,19 +105,19 @@ def _larger(a, b):
 @triton.jit
 @no_type_check
 def _sums(batch, line, tile, x, scale, SLICED: tl.constexpr):
-    high, low = rate(scale)
+    slope = slope_of(scale)
     top = tl.max(tl.max(x, 1), 1)
-    mass = tl.sum(tl.sum(power(x - _finite(top)[:, None, None], high, low), 1), 1)
+    mass = tl.sum(tl.sum(tl.exp2((x - _finite(top)[:, None, None]) * slope), 1), 1)
     if SLICED:
         n = batch.sizes.C * PER_CHUNK
         _write(batch.slices + line * 2 * n, n, tile * SLICES + tl.arange(0, SLICES), top, mass)
     tops = tl.reshape(top, (CHUNKS, PER_CHUNK))
     m = tl.max(tops, 1)
-    s = tl.sum(tl.reshape(mass, (CHUNKS, PER_CHUNK)) * power(tops - _finite(m)[:, None], high, low), 1)
+    s = tl.sum(tl.reshape(mass, (CHUNKS, PER_CHUNK)) * power(tops - _finite(m)[:, None], slope), 1)
     C = batch.sizes.C
     _write(batch.stats + line * 2 * C, C, tile * CHUNKS + tl.arange(0, CHUNKS), m, s)
     m_tile = tl.max(m, 0)
-    _write_tile(batch, line, tile, m_tile, tl.sum(s * power(m - _finite(m_tile), high, low), 0))
+    _write_tile(batch, line, tile, m_tile, tl.sum(s * power(m - _finite(m_tile), slope), 0))
 
 
 @triton.jit

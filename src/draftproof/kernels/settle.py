@@ -12,7 +12,7 @@ from triton.language.extra import cuda
 
 from draftproof.kernels.bounds import bound_count, bound_mass
 from draftproof.kernels.cutoff import Place, list_slices, masked_sums, search
-from draftproof.kernels.exponent import exp
+from draftproof.kernels.exponent import power, slope_of
 from draftproof.kernels.laws import line_of
 from draftproof.kernels.layout import (
     BASE,
@@ -86,14 +86,14 @@ def _cut(batch, req, row, filters):
     sound = (peak > float("-inf")) & (peak < float("inf")) & (tl.max((s != s).to(tl.int32), 0) == 0)
     cutoff, kept = tl.zeros((), tl.float32), tl.zeros((), tl.float64) + float("nan")
     if sound:
-        mass = s * exp((m - peak) * scale.to(tl.float32))
+        mass = s * power(m - peak, slope_of(scale))
         total = tl.sum(mass.to(tl.float64), 0)
         floor = tl.zeros((), tl.float32) + float("-inf")
         if filters.min_p > 0:
             floor = (peak.to(tl.float64) + tl.log(filters.min_p) / scale).to(tl.float32)
         low, high = floor, tl.zeros((), tl.float32) + float("inf")
         if k > 0:
-            low = tl.maximum(floor, bound_count(m, peak, k))
+            low = bound_count(m, peak, k)  # top-p counts all of the k largest, those that min-p takes off too
         elif top_p < 1:
             goal = (top_p * total).to(tl.float32)
             low, high = bound_mass(m, mass, peak, scale.to(tl.float32), goal)

@@ -1,0 +1,21 @@
+"""A call inside a compiled function, whole and without a break in the graph, gives what it gives outside."""
+
+import torch
+from kernels.twins import make, parameters
+
+import draftproof as dp
+from draftproof.kernels import Workspace, verify_rows
+
+given = make([dp.Sampling(temperature=0.8)] * 2, V=600, ragged=False)
+rows, workspace = parameters(given), Workspace.empty(2, 3, 600, "cpu", filtered=False)
+
+
+def step(target: torch.Tensor, tokens: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+    got = verify_rows(target * 1.0, tokens, draft, parameters=rows, rule="token", workspace=workspace)
+    return got.tokens + 0
+
+
+want = step(given.target, given.tokens, given.draft)
+workspace.tokens.zero_()
+compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+assert torch.equal(compiled(given.target, given.tokens, given.draft), want)
