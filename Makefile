@@ -27,7 +27,8 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)
-	$(BIN)/draftproof demo
+	$(BIN)/draftproof models fetch
+	$(BIN)/draftproof demo --out demo
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
-"""The rows the GPU benchmark runs on: a Zipf-like head over a Gaussian bulk, and a drafter that is the target with noise.
+"""The rows the GPU benchmark runs on: a Zipf-like head over a Gaussian bulk; the drafter is the target with noise.
 
 Row by row the head stands higher or lower, so that a batch holds sharp rows and flat ones: at V = 128256 and
-temperature 0.8 the nucleus of 0.95 has a few dozen tokens in most rows and thousands in one of fifty.
+temperature 0.8 the nucleus of 0.95 has a few dozen tokens in most rows and thousands in one of two hundred.
 """
 
 from dataclasses import dataclass

@@ -2,9 +2,9 @@
 
     python benchmarks/verify_cpu.py [--out benchmarks/results/verify_cpu.json] [--repeats 30]
 
-Both start from the same raw logits and drafts: processors (temperature, or temperature + top-k 50 + top-p 0.9)
-on both sides, then the acceptance test and the closing token. transformers' `_speculative_sampling` takes one row,
-so it is looped over a batch. The contenders take turns; medians are reported. Ratios are what counts: the machine is noisy.
+Both start from the same raw logits and drafts: processors (temperature, or temperature + top-k 50 + top-p 0.9) on both
+sides, then the acceptance test and the closing token. transformers' `_speculative_sampling` takes one row, so it is
+looped over a batch. The contenders take turns; medians are reported. Ratios are what counts: the machine is noisy.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python benchmarks/verify_gpu.py --out benchmarks/results/verify_gpu.json
 
-A CUDA graph holds one call for each of several input sets, together several times the L2 cache, so that every call finds
-it cold; the time is that of a replay divided by the number of calls, median of many replays. Eager time besides. The
-peers' times are those of KERNELS.md, measured on the same kind of machine with the same settings.
+A CUDA graph holds one call for each of several input sets, together several times the L2 cache, so that every call
+finds it cold; the time is that of a replay divided by the number of calls, median of many replays. Eager time besides.
+The peers' times are those of KERNELS.md, measured on the same kind of machine with the same settings.
 """
 
 import argparse
@@ -15,17 +15,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from gpu_inputs import Inputs, inputs
 
 import draftproof as dp
 from draftproof.kernels import Parameters, Workspace, verify_rows
 from draftproof.kernels.call import Call
 from draftproof.kernels.launch import Step, plan
+from gpu_inputs import Inputs, inputs
 
 K, V = 4, 128256
 BATCHES = (1, 8, 64, 256)
@@ -116,7 +117,7 @@ def median_of_replays(run: Callable[[], None], calls: int, replays: int = 30) ->
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    times = [a.elapsed_time(b) for a, b in pairwise(marks)]
     return statistics.median(times) * 1e3 / calls
 
 

@@ -186,12 +186,18 @@ def test_a_prompt_that_cannot_be_read_is_refused(prompt, message):
         ({"max_batch": 0}, ValueError, "max_batch must be ≥ 1"),
         ({"max_length": 0}, ValueError, "max_length must be None or ≥ 1"),
         ({"drafter": "early-exit:9"}, ValueError, "first_layers"),
+        ({"drafter": 3}, ValueError, "drafter must be a name, a folder, a transformers model or a Model; got a int"),
+        ({"target": 3}, ValueError, "target must be a name, a folder, a transformers model or a Model; got a int"),
         ({"max_bach": 4}, TypeError, "max_bach"),
     ],
 )
 def test_what_load_does_not_know_is_refused(options, error, message):
     with pytest.raises(error, match=message):
-        dp.load(llama(), **options)
+        dp.load(**{"target": llama(), **options})
+
+
+def test_no_prompts_are_no_texts():
+    assert Engine(cycle(1, 2), None, None).generate([]) == []
 
 
 def test_a_tree_under_a_chain_rule_is_refused():

@@ -1,10 +1,10 @@
 """A call inside a compiled function, whole and without a break in the graph, gives what it gives outside."""
 
 import torch
-from kernels.twins import make, parameters
 
 import draftproof as dp
 from draftproof.kernels import Workspace, verify_rows
+from kernels.twins import make, parameters
 
 given = make([dp.Sampling(temperature=0.8)] * 2, V=600, ragged=False)
 rows, workspace = parameters(given), Workspace.empty(2, 3, 600, "cpu", filtered=False)

@@ -13,7 +13,7 @@ if "triton" not in sys.modules:  # the interpreter is chosen when Triton is impo
 
 triton = pytest.importorskip("triton")
 
-import torch
+import torch  # noqa: E402
 
 HAS_GPU = torch.cuda.is_available()
 

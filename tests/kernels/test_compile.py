@@ -24,6 +24,5 @@ def test_kernels_compile(capability, V, tmp_path):
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["scan", "token", "block_walk", "block_sums", "block_close", "scan", "coupled"] + [
-        "scan", "settle", "token"
-    ]  # fmt: skip
+    blocks = ["block_walk", "block_sums", "block_close"]
+    assert done.stdout.split() == ["scan", "token", *blocks, "scan", "coupled", "scan", "settle", "token"]

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kernels.twins import kernel, make, parameters
 
 import draftproof as dp
 from draftproof.kernels import Parameters, Workspace, serves, verify_rows
+from kernels.twins import kernel, make, parameters
 
 S = dp.Sampling
 
@@ -34,7 +34,7 @@ def test_logits_that_cannot_be_read_are_refused(given):
 
 
 def test_a_vocabulary_without_its_map_is_refused(given):
-    with pytest.raises(ValueError, match="draft_logits are over 500 tokens, target_logits over 600: pass draft_entries"):
+    with pytest.raises(ValueError, match="are over 500 tokens, target_logits over 600: pass draft_entries"):
         verify_rows(given.target, given.tokens, given.draft[..., :500], parameters=parameters(given))
 
 
@@ -60,8 +60,7 @@ def test_only_cuda_tensors_are_served(given):
 
 def test_importing_the_package_does_not_import_triton():
     code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import draftproof.kernels as k; k.Workspace.empty(1, 2, 600, 'cpu')"
+        "import sys; sys.modules['triton'] = None\nimport draftproof.kernels as k; k.Workspace.empty(1, 2, 600, 'cpu')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -70,6 +69,6 @@ def test_torch_compile_takes_it_whole():
     """In a process of its own: the shape checks that the tests put around every function are not for compiling."""
     environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parent.parent)}
     program = Path(__file__).parent / "compile_whole.py"
-    done = subprocess.run([sys.executable, "-W", "ignore", str(program)], env=environment, capture_output=True, text=True,
-                          timeout=300)  # fmt: skip
+    command = [sys.executable, "-W", "ignore", str(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernels.twins import assert_equal, make
 
 import draftproof as dp
+from kernels.twins import assert_equal, make
 
 S = dp.Sampling
 RULES = ("token", "block", "coupled")
@@ -19,10 +19,15 @@ BATCHES = {
     "all at once": [S(temperature=0.9, top_k=50, top_p=0.9, min_p=0.01), S(temperature=0.0), S(top_p=0.9)],
 }
 SEARCHED = {"top_k", "top_p", "all at once"}  # in the interpreter a search takes a second
+# the rules share the search: every rule with every filter is for `make test-all`
+PAIRS = [
+    pytest.param(rule, name, marks=[pytest.mark.slow] if rule != "token" and name in SEARCHED else [])
+    for rule in RULES
+    for name in BATCHES
+]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("rule", "name"), PAIRS)
 def test_a_batch_gives_the_reference_verdict(rule, name, device):
     drafts = [S()] * len(BATCHES[name]) if rule == "coupled" else None
     K = 1 if name in SEARCHED else 3
@@ -32,19 +37,24 @@ def test_a_batch_gives_the_reference_verdict(rule, name, device):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_give_the_reference_verdict(rule, dtype, device):
-    batch = [S(temperature=0.8), S(temperature=0.9, top_k=30, top_p=0.9)]
-    assert_equal(make(batch, device=device, dtype=dtype, V=900, K=1, seed=5), rule)
+    batch = [S(temperature=0.8), S(temperature=0.9, min_p=0.05)]
+    assert_equal(make(batch, drafts=[S()] * 2, device=device, dtype=dtype, V=900, K=2, seed=5), rule)
+
+
+def test_a_search_among_half_precision_ties(device):
+    batch = [S(temperature=0.9, top_k=30, top_p=0.9)]
+    assert_equal(make(batch, drafts=[S()], device=device, dtype=torch.bfloat16, V=900, K=1, seed=5), "token")
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_chosen_draft_gives_the_reference_verdict(rule, device):
-    batch = [S(temperature=0.5), S(temperature=0.0), S(temperature=0.7, top_k=5), S(temperature=0.4)]
+    batch = [S(temperature=0.5), S(temperature=0.0), S(temperature=0.7, min_p=0.1), S(temperature=0.4)]
     assert_equal(make(batch, device=device, spread=4.0, K=2, ragged=False).chosen(), rule)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_the_draft_may_be_sampled_differently(rule, device):
-    drafts = [S(temperature=0.0), S(temperature=1.2, top_k=40), S(temperature=0.5)]
+    drafts = [S(temperature=0.0), S(temperature=1.2, min_p=0.03), S(temperature=0.5)]
     assert_equal(make([S(temperature=0.8)] * 3, drafts=drafts, K=2, V=700, device=device, seed=3), rule)
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernels.twins import assert_equal, kernel, make, parameters, reference
 
 import draftproof as dp
 from draftproof.core.types import History
 from draftproof.kernels import Workspace, pack, verify_rows
+from kernels.twins import assert_equal, kernel, make, parameters, reference
 
 S = dp.Sampling
 RULES = ("token", "block", "coupled")
@@ -20,7 +20,7 @@ def test_bias_and_penalties(rule, device):
         S(temperature=0.8, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
         S(logit_bias={3: 4.0, 600: -2.0, 899: 3.0}),
         S(temperature=0.0, repetition_penalty=0.7, logit_bias={5: 1.0}),
-        S(temperature=0.7, top_k=20, presence_penalty=2.0),
+        S(temperature=0.7, min_p=0.02, presence_penalty=2.0),
     ]
     given = make(batch, drafts=[S()] * 4, V=900, K=2, device=device, ragged=False)
     tokens = given.tokens.clone()
@@ -39,13 +39,20 @@ def test_penalties_on_both_sides(rule, device):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_allowed_tokens(rule, device):
-    batch = [S(), S(temperature=0.0), S(top_k=9)]
+    batch = [S(), S(temperature=0.0), S(min_p=0.05)]
     given = make(batch, drafts=[S()] * 3, V=1000, K=1, device=device, ragged=False)
     generator = torch.Generator().manual_seed(1)
     allowed = (torch.rand(given.target.shape, generator=generator) < 0.3).to(device)
     allowed[:, :, 600:] = False
     allowed[:, :, 42] = True
     assert_equal(replace(given, allowed=allowed), rule)
+
+
+def test_a_search_among_allowed_and_edited_tokens(device):
+    given = make([S(top_k=9, top_p=0.9, logit_bias={5: 3.0, 40: 9.0})], drafts=[S()], V=1000, K=1, device=device)
+    allowed = torch.zeros(given.target.shape, dtype=torch.bool, device=device)
+    allowed[:, :, ::3] = True
+    assert_equal(replace(given, allowed=allowed), "token")
 
 
 def test_packed_bits_are_those_of_the_grammar_libraries():
@@ -56,7 +63,7 @@ def test_packed_bits_are_those_of_the_grammar_libraries():
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_a_smaller_draft_vocabulary(rule, device):
-    batch = [S(temperature=0.8), S(temperature=0.9, top_k=30, top_p=0.95)]
+    batch = [S(temperature=0.8), S(temperature=0.9, min_p=0.02)]
     assert_equal(make(batch, V=1100, K=2, device=device, entries=700), rule)
 
 
@@ -95,7 +102,7 @@ def test_any_strides_and_ragged_rows_give_the_same(device):
 
 
 def test_a_row_does_not_depend_on_its_neighbours(device):
-    batch = [S(temperature=0.8), S(temperature=0.5), S(top_p=0.8)]
+    batch = [S(temperature=0.8), S(temperature=0.5), S(min_p=0.1)]
     given = make(batch * 3, drafts=[S()] * 9, V=600, K=1, device=device)
     together = kernel(given, "block").tokens
     for b in (0, 4, 8):

@@ -56,8 +56,8 @@ def make(
     if entries is not None:
         vocab = Vocab.of(torch.randperm(V, generator=generator)[:entries], V)
         draft = draft[..., vocab.ids].contiguous()
-    law = dp.warp(draft, [replace(s, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0) for s in drafts],
-                  vocab=vocab)  # fmt: skip
+    unpenalised = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    law = dp.warp(draft, [replace(s, **unpenalised) for s in drafts], vocab=vocab)
     tokens = law.probs().flatten(0, 1).multinomial(1, generator=generator).view(B, K)
     lengths = torch.randint(0, K + 1, (B,), generator=generator) if ragged else torch.full((B,), K)
     seeds = torch.randint(-(2**62), 2**62, (B,), generator=generator)

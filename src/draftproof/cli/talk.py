@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from draftproof.cli.screen import screen
 from draftproof.cli.slash import COMMANDS, LeaveChat, obey
 from draftproof.cli.streaming import Answer, in_words
 from draftproof.core.types import Inexact
+from draftproof.explain.explanation import label
 from draftproof.explain.recorder import Recorder
 from draftproof.explain.terminal import legend, ribbon
 
@@ -73,13 +75,9 @@ def _show_rounds(console: Console, conversation: Conversation, recorder: Recorde
     tokenizer = conversation.engines.of(conversation.settings.choice).tokenizer
     if tokenizer is None:
         return
-
-    def label(token: int) -> str:
-        return str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
     console.print(legend())
     for number, round_ in enumerate(recorder.rounds, 1):
-        console.print(f"{number:>4}  ", ribbon(round_, label), sep="", soft_wrap=True)
+        console.print(f"{number:>4}  ", ribbon(round_, partial(label, tokenizer)), sep="", soft_wrap=True)
 
 
 def _lines(conversation: Conversation) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """A generation watched through a recorder: rounds shown as they come, and an explanation at the end."""
 
+from functools import partial
 from typing import Any
 
 from draftproof.cli.options import Choice
@@ -7,7 +8,7 @@ from draftproof.cli.screen import screen
 from draftproof.cli.streaming import Answer, in_words, streamed
 from draftproof.cli.waiting import waiting
 from draftproof.engine.engine import Engine
-from draftproof.explain.explanation import Explanation
+from draftproof.explain.explanation import Explanation, label
 from draftproof.explain.recorder import Recorder
 from draftproof.explain.terminal import legend, show_round
 
@@ -31,10 +32,9 @@ def explained(
     """Generate and explain. Ctrl-C ends the text; the rounds that were made are explained."""
     made = Answer()
     assert engine.tokenizer is not None
-    explanation = Explanation(prompt, settings, recorder.rounds, made.tokens, made.stats, engine.tokenizer)
     try:
         if show:
-            _shown(engine, prompt, options, made, recorder, explanation)
+            _shown(engine, prompt, options, made, recorder)
         else:
             with waiting("Generating"):
                 for _ in streamed(engine, prompt, options, made):
@@ -44,21 +44,15 @@ def explained(
     return Explanation(prompt, settings, recorder.rounds, made.tokens, made.stats, engine.tokenizer)
 
 
-def _shown(
-    engine: Engine,
-    prompt: str,
-    options: dict[str, Any],
-    made: Answer,
-    recorder: Recorder,
-    explanation: Explanation,
-) -> None:
-    console = screen()
+def _shown(engine: Engine, prompt: str, options: dict[str, Any], made: Answer, recorder: Recorder) -> None:
+    assert engine.tokenizer is not None
+    console, words = screen(), partial(label, engine.tokenizer)
     console.print(legend())
     done = 0
     for _ in streamed(engine, prompt, options, made):
         for round_ in recorder.rounds[done:]:
             done += 1
-            show_round(console, done, round_, explanation.label)
+            show_round(console, done, round_, words)
     console.print()
     console.print(made.text, markup=False, soft_wrap=True)
     console.print(in_words(made), style="bright_black", soft_wrap=True)

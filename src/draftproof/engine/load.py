@@ -90,13 +90,13 @@ def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype) -> tup
     return model, AutoTokenizer.from_pretrained(name)
 
 
-def as_model(hf: Any) -> Model:
+def as_model(hf: Any, role: str = "target") -> Model:
     """A transformers model as ours; a `Model` is taken as it is."""
     config = getattr(hf, "config", None)
     if config is None:
         if isinstance(hf, Model):
             return hf
-        raise ValueError(f"target must be a name, a folder, a transformers model or a Model; got a {type(hf).__name__}")
+        raise ValueError(f"{role} must be a name, a folder, a transformers model or a Model; got a {type(hf).__name__}")
     if config.is_encoder_decoder:
         from draftproof.models.encdec import EncoderDecoder
 
@@ -112,7 +112,7 @@ def as_drafter(
     if spec is None or (isinstance(spec, str) and is_name(spec)) or isinstance(spec, Drafter):
         return resolve(spec, target, branches=branches)
     hf, its_words = _loaded(spec, *how)
-    model = as_model(hf)
+    model = as_model(hf, "drafter")
     _check_vocabularies(target, model, words, its_words)
     return ModelDrafter(model, vocab_size=target.vocab_size, branches=branches)
 

@@ -22,9 +22,7 @@ class Explanation:
     tokenizer: Tokenizer
 
     def label(self, token: int) -> str:
-        """A token on its own. One that is only part of a character reads as �."""
-        text: str = self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return label(self.tokenizer, token)
 
     def name(self, token: int) -> str:
         return f"“{visible(self.label(token))}”"
@@ -54,6 +52,12 @@ class Explanation:
         }
 
 
+def label(tokenizer: Tokenizer, token: int) -> str:
+    """A token on its own. One that is only part of a character reads as �."""
+    text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
+
+
 def visible(text: str) -> str:
     """Line breaks and leading blanks, which a sentence or a small box would swallow."""
     return text.replace("\n", "⏎").replace("\t", "⇥")
@@ -61,11 +65,11 @@ def visible(text: str) -> str:
 
 def _round(explanation: Explanation, round_: Round, room: int) -> dict[str, Any]:
     """`room`: how many of its tokens were said. A text may end inside a round."""
-    label, name = explanation.label, explanation.name
+    words, name = explanation.label, explanation.name
     slots = [
         {
             "token": slot.token,
-            "label": label(slot.token),
+            "label": words(slot.token),
             "p": slot.p,
             "q": slot.q,
             "ratio": slot.ratio,
@@ -75,7 +79,7 @@ def _round(explanation: Explanation, round_: Round, room: int) -> dict[str, Any]
             "fate": round_.fate(i),
             "drawn": slot.drawn,
             "said": slot.kept and i < room,
-            "candidates": _candidates(slot.candidates, label),
+            "candidates": _candidates(slot.candidates, words),
             "story": about_slot(round_, i, name)._asdict(),
         }
         for i, slot in enumerate(round_.slots)
@@ -87,13 +91,13 @@ def _round(explanation: Explanation, round_: Round, room: int) -> dict[str, Any]
         "as_block": round_.as_block,
         "closing": {
             "token": closing.token,
-            "label": label(closing.token),
+            "label": words(closing.token),
             "p": closing.p,
             "chance": closing.chance,
             "weight": closing.weight,
             "origin": origin(round_),
             "said": round_.kept < room,
-            "candidates": _candidates(closing.candidates, label),
+            "candidates": _candidates(closing.candidates, words),
             "story": about_closing(round_, name)._asdict(),
         },
     }
@@ -106,8 +110,8 @@ def origin(round_: Round) -> str:
     return "residual" if round_.closing.after_rejection else "bonus"
 
 
-def _candidates(candidates: Iterable[Candidate], label: Callable[[int], str]) -> list[dict[str, Any]]:
-    return [{"token": c.token, "label": label(c.token), "p": c.p, "q": c.q, "residual": c.residual} for c in candidates]
+def _candidates(candidates: Iterable[Candidate], words: Callable[[int], str]) -> list[dict[str, Any]]:
+    return [{"token": c.token, "label": words(c.token), "p": c.p, "q": c.q, "residual": c.residual} for c in candidates]
 
 
 def _positions(rounds: list[Round]) -> list[dict[str, int]]:

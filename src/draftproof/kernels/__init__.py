@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftproof.kernels.call import DTYPES, MOST_DRAFTED, MOST_TOKENS, RULES, Call, pack
+from draftproof.kernels.call import DTYPES, MOST_DRAFTED, MOST_REQUESTS, MOST_TOKENS, RULES, Call, pack
 from draftproof.kernels.edits import Edits
 from draftproof.kernels.parameters import Parameters
 from draftproof.kernels.workspace import Workspace
@@ -22,8 +22,8 @@ class Rows(NamedTuple):
 
     tokens    kept tokens, the closing one, then PAD; int64 [B, K + 1]
     accepted  how many were kept; int64 [B]
-    faults    int32 [B]. 1: a target row is no law (NaN, +inf, nothing allowed); 2: a draft row is none, or a draft token
-              has probability 0 under it; 4: a draft token is outside the vocabulary. The closing token is then PAD
+    faults    int32 [B]. 1: a target row is no law (NaN, +inf, nothing allowed); 2: a draft row is none, or a draft
+              token has probability 0 under it; 4: a draft token is outside the vocabulary. Closes with PAD then
     """
 
     tokens: Tensor
@@ -35,6 +35,7 @@ def serves(target_logits: Tensor, draft_tokens: Tensor, rule: object) -> bool:
     """Whether the kernels can take this call: a CUDA device, Triton there, and within their limits."""
     K, V = draft_tokens.shape[-1], target_logits.shape[-1]
     within = target_logits.dtype in DTYPES and K <= MOST_DRAFTED and V <= MOST_TOKENS and rule in RULES
+    within = within and len(draft_tokens) <= MOST_REQUESTS
     return within and target_logits.is_cuda and find_spec("triton") is not None
 
 
@@ -68,9 +69,8 @@ def verify_rows(
 
     With a workspace the results are views of it and the call can be captured in a CUDA graph.
     """
-    call = Call(
-        target_logits, draft_tokens, draft_logits, parameters, rule, edits, allowed, draft_entries, draft_lse, draft_cutoff
-    )  # fmt: skip
+    optional = (edits, allowed, draft_entries, draft_lse, draft_cutoff)
+    call = Call(target_logits, draft_tokens, draft_logits, parameters, rule, *optional)
     call.check()
     B, K, V = call.B, call.K, call.V
     if workspace is None:

@@ -14,6 +14,7 @@ RULES: Final = ("token", "block", "coupled")
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 MOST_TOKENS: Final = 262144
 MOST_DRAFTED: Final = 32
+MOST_REQUESTS: Final = 65535  # of a CUDA grid's third axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +52,18 @@ class Call:
         """Refuse what the kernels would get wrong. Looks at shapes and types only: nothing is waited for."""
         if self.rule not in RULES:
             raise Inexact(f"the kernels know the rules {', '.join(RULES)}; got {self.rule!r}")
-        if self.draft_tokens.ndim != 2 or self.draft_tokens.dtype != torch.int64 or not self.draft_tokens.is_contiguous():
+        tokens = self.draft_tokens
+        if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.is_contiguous():
             raise ValueError(
-                f"draft_tokens must be int64 [B, K] and contiguous; got {self.draft_tokens.dtype} "
-                f"{list(self.draft_tokens.shape)} with strides {self.draft_tokens.stride()}"
+                f"draft_tokens must be int64 [B, K] and contiguous; got {tokens.dtype} {list(tokens.shape)} with "
+                f"strides {tokens.stride()}"
             )
         if self.K > MOST_DRAFTED or not 0 < self.V <= MOST_TOKENS:
             raise ValueError(
                 f"K must be at most {MOST_DRAFTED} and V at most {MOST_TOKENS}; got K={self.K}, V={self.V}"
             )
+        if self.B > MOST_REQUESTS:
+            raise ValueError(f"at most {MOST_REQUESTS} requests fit a call; got {self.B}: make several")
         if len(self.parameters) != self.B:
             raise ValueError(f"parameters must be of {self.B} requests, like draft_tokens; got {len(self.parameters)}")
         _check_logits("target_logits", self.target_logits, self.B, self.K + 1)

@@ -1,4 +1,4 @@
-"""Coupled verification, one program a request: the target's own race at each position until it differs from the draft."""
+"""Coupled verification, one program a request: the target's own race at each position until the draft differs."""
 
 from typing import no_type_check
 

@@ -110,5 +110,6 @@ def draw_in_chunk(batch, req, row, p_law, q_law, weight, share, chunk, uniform):
     which = tl.minimum(which, last)
     rest = goal - tl.sum(tl.where(part < which, sums, 0.0), 0)
     inside = tl.sum(tl.where(part[:, None] == which, w, 0.0), 0)
-    x, _ = token_of(chunk * PER_CHUNK + which + tl.zeros([1], tl.int32), inside[None, :], rest + tl.zeros([1], tl.float64))
+    line = chunk * PER_CHUNK + which + tl.zeros([1], tl.int32)
+    x, _ = token_of(line, inside[None, :], rest + tl.zeros([1], tl.float64))
     return tl.sum(x, 0)

@@ -1,4 +1,4 @@
-"""Bias and penalties as short lists on the device: the tokens they touch, and what happens to each at every position."""
+"""Bias and penalties as short lists on the device: the tokens they touch, and what happens to each, by position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,9 +113,7 @@ class _Side:
         return tokens, values.float()
 
 
-def _side(
-    samplings: Sequence[Sampling], lists: list[dict[int, list[float]]], E: int, device: torch.device
-) -> _Side:
+def _side(samplings: Sequence[Sampling], lists: list[dict[int, list[float]]], E: int, device: torch.device) -> _Side:
     tokens = [[*line, *[NO_TOKEN] * (E - len(line))] for line in lists]
     counts = [[*line.values(), *[[0.0] * 3] * (E - len(line))] for line in lists]
     penalties = [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for s in samplings]

@@ -17,7 +17,6 @@ from draftproof.kernels.settle import settle
 from draftproof.kernels.token import token
 from draftproof.kernels.workspace import NUMBERS, PER_CHUNK, Workspace, chunks, tiles
 
-
 LARGE: Final = 8
 """Requests from which on a program of the scan may read several tiles: before that there are too few for the device."""
 
@@ -38,7 +37,7 @@ class Step(NamedTuple):
 def launch(call: Call, workspace: Workspace) -> None:
     """Verify `call` into `workspace`. Nothing is allocated and nothing is waited for."""
     if call.draft_lse is not None:
-        _hand_over(call, workspace)
+        _hand_over(call, call.draft_lse, workspace)
     overlap = call.target_logits.is_cuda and _hopper(call.target_logits.device)
     first, *others = plan(call, workspace, overlap=overlap)
     first.kernel[first.grid](*first.arguments, num_warps=first.warps)
@@ -68,22 +67,26 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
     ]
 
 
-def _hand_over(call: Call, workspace: Workspace) -> None:
-    """Put the drafter's own numbers where the kernels look for them."""
+def _hand_over(call: Call, draft_lse: Tensor, workspace: Workspace) -> None:
+    """Put the drafter's own numbers where the kernels look for them (`draftproof.kernels.layout`)."""
     J, K = call.K + 1, call.K
-    numbers = workspace.numbers[: call.B * (J + K) * NUMBERS].view(call.B, J + K, NUMBERS)[:, J:]
-    numbers[..., 0].copy_(call.draft_cutoff) if call.draft_cutoff is not None else numbers[..., 0].fill_(-torch.inf)
-    numbers[..., 1].copy_(call.draft_lse)
-    numbers[..., 2].fill_(1.0)
+    cutoff, base, mass, *_ = (
+        workspace.numbers[: call.B * (J + K) * NUMBERS].view(call.B, J + K, NUMBERS)[:, J:].unbind(-1)
+    )
+    if call.draft_cutoff is None:
+        cutoff.fill_(-torch.inf)
+    else:
+        cutoff.copy_(call.draft_cutoff)
+    base.copy_(draft_lse)
+    mass.fill_(1.0)
 
 
 def _batch(call: Call, workspace: Workspace, overlap: bool) -> Batch:
-    V, K, drawn = call.V, call.K, call.draft_logits is not None
-    C, parameters = chunks(V), call.parameters
+    V, K, parameters, edits = call.V, call.K, call.parameters, call.edits
+    draft = call.target_logits if call.draft_logits is None else call.draft_logits
     nothing = parameters.ints  # stands for a pointer that is never followed
-    edits, draft = call.edits, call.draft_logits if drawn else call.target_logits
     traits = _traits(
-        drawn and call.rule != "coupled",
+        call.draft_logits is not None and call.rule != "coupled",
         call.draft_lse is None,
         parameters.filtered,
         edits is not None,
@@ -114,7 +117,7 @@ def _batch(call: Call, workspace: Workspace, overlap: bool) -> Batch:
         work=workspace.work if parameters.filtered else nothing,
         trials=workspace.trials,
         strides=Strides(*_strides(call.target_logits), *_strides(draft), *_strides(call.allowed)),
-        sizes=Sizes(K + 1, K, V, call.R, C, tiles(V)),
+        sizes=Sizes(K + 1, K, V, call.R, chunks(V), tiles(V)),
         traits=traits,
     )
 

@@ -171,7 +171,7 @@ def log_ratios(batch, req, drafted):
 def draft_prob_of(batch, req, row, law, x):
     """Twin: `chain.draft_prob_of`. q of tokens x [T] at one draft row."""
     q = (x == tl.load(batch.drafted + req.b * batch.sizes.K + row)).to(tl.float32)
-    if batch.traits.DRAWN:
+    if batch.traits.DRAWN:  # noqa: SIM102  (one is known when compiling, the other is not)
         if req.draft_temperature > 0:
             q = _probs(tl.sum(take_draft(batch, req, row + tl.zeros_like(x), entry_of(batch, x)[:, None]), 1), law)
     return q
@@ -189,7 +189,7 @@ def target_probs(batch, req, row, law, o):
 def draft_probs(batch, req, row, law, o):
     """Twin: `chain.draft_probs`. q of tokens `o` at one draft row, float32; a point mass where it was chosen."""
     q = (o == tl.load(batch.drafted + req.b * batch.sizes.K + row)).to(tl.float32)
-    if batch.traits.DRAWN:
+    if batch.traits.DRAWN:  # noqa: SIM102  (one is known when compiling, the other is not)
         if req.draft_temperature > 0:
             entry = entry_of(batch, o)
             if batch.traits.MAPPED:  # neighbours need not lie in one chunk of the draft's vocabulary: a line each

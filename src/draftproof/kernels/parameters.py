@@ -1,4 +1,4 @@
-"""What a batch of requests asks for, as two tensors on the device: prepared once, changed in place from round to round."""
+"""What a batch of requests asks for, as two tensors on the device: prepared once, changed in place every round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -88,7 +88,7 @@ def _dressed(batch, req, row, tile, x, DRAFT: tl.constexpr):
         o = tl.reshape(_tokens(tile, SLICE), (SLICES, SLICE))
         rows = row + tl.zeros([SLICES], tl.int32)
         x = tl.reshape(x, (SLICES, SLICE))
-        if DRAFT:
+        if DRAFT:  # noqa: SIM108  (a conditional expression would compile both)
             x = dress_draft(batch, req, rows - batch.sizes.J, o, x)
         else:
             x = dress_target(batch, req, rows, o, x)

@@ -1,4 +1,4 @@
-"""Token verification, one program a request: decide, and close by thinning. Nothing of the vocabulary's size is read."""
+"""Token verification, one program a request: decide, and close by thinning. No row is read again."""
 
 from typing import no_type_check
 

@@ -1,0 +1,46 @@
+"""The kernels on a GPU, at full size: equality with the reference, the law of what they emit, graphs, determinism."""
+
+import pytest
+
+from kernels import claims
+
+pytestmark = pytest.mark.gpu
+
+
+def test_large_shapes_give_the_reference_verdict():
+    claims.large_shapes()
+
+
+def test_a_million_rows_give_the_reference_verdict():
+    assert claims.many_rows()["rows"] >= 1_000_000
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(("rule", "name", "sampling", "drawn"), list(claims.law_cases()))
+def test_the_emitted_law_is_the_target_law(rule, name, sampling, drawn):
+    """Fails by chance once in a million runs."""
+    assert claims.law(rule, sampling, drawn)["p"] > claims.ALPHA
+
+
+@pytest.mark.statistical
+def test_the_law_test_can_fail():
+    """Drafts drawn from another law than the one declared: a total variation of a few hundredths."""
+    import draftproof as dp
+
+    claims.WARM, honest = dp.Sampling(temperature=1.1), claims.WARM
+    try:
+        original = claims.kernel
+        claims.kernel = lambda given, rule, **more: original(
+            claims.replace(given, drafts=[honest] * len(given.drafts)), rule, **more
+        )
+        assert claims.law("token", dp.Sampling(temperature=0.8), True, samples=400_000)["p"] < claims.ALPHA
+    finally:
+        claims.WARM, claims.kernel = honest, original
+
+
+def test_a_graph_follows_its_inputs():
+    claims.graph_replay()
+
+
+def test_the_verdict_is_always_the_same():
+    claims.determinism()
