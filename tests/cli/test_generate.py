@@ -110,6 +110,10 @@ def test_ctrl_c_keeps_what_was_said(model):
         model,
         "--max-tokens",
         "900",
+        "--temperature",
+        "0",
+        "--drafter",
+        "none",
         "--stats",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:

@@ -1,15 +1,6 @@
-"""Kernels run on a GPU where there is one, and in Triton's interpreter where there is none."""
-
-import os
-import sys
+"""Kernels run on a GPU where there is one, else in Triton's interpreter (chosen in ../conftest.py)."""
 
 import pytest
-
-if "triton" not in sys.modules:  # the interpreter is chosen when Triton is imported, and torch imports it
-    from pathlib import Path
-
-    if not Path("/dev/nvidiactl").exists():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 triton = pytest.importorskip("triton")
 

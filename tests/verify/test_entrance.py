@@ -88,9 +88,11 @@ def test_half_precision_logits_are_taken():
 
 def test_an_empty_draft_is_plain_sampling():
     target, tokens, draft = inputs()
-    verdict = dp.verify(target[:, :1], tokens[:, :0], draft[:, :0], sampling=WARM, draft_sampling=WARM)
-    assert verdict.tokens.shape == (B, 1)
-    assert verdict.accepted.tolist() == [0] * B
+    for sampling in (WARM, dp.Sampling(), dp.Sampling(top_p=0.5), dp.Sampling(temperature=0)):
+        for logits in (draft[:, :0], None):
+            verdict = dp.verify(target[:, :1], tokens[:, :0], logits, sampling=sampling, draft_sampling=sampling)
+            assert verdict.tokens.shape == (B, 1)
+            assert verdict.accepted.tolist() == [0] * B
 
 
 def test_an_allowed_mask_holds_at_every_position():

@@ -236,7 +236,7 @@ def log_sum_exp(
     step = max(2, BLOCK // max(1, logits.shape[-1]))
     slope = float(torch.tensor(scale * LOG2_E, dtype=logits.dtype))
     offset = (peak.double() * -slope).to(logits.dtype)
-    buffer, totals = torch.empty_like(logits[:step]), []
+    buffer, totals = torch.empty_like(logits[:step]), [peak.new_empty(0, dtype=torch.float64)]
     for start in range(0, len(logits), step):
         rows = logits[start : start + step]
         dense = torch.add(offset[start : start + step, None], rows, alpha=slope, out=buffer[: len(rows)]).exp2_()
