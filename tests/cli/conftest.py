@@ -35,3 +35,9 @@ def run(capsys) -> Callable[..., Ran]:
         return Ran(int(left.value.code or 0), said.out, said.err)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def wide_screen(monkeypatch):
+    """xdist tells its workers the width of the terminal it runs in, and a table would leave off its names."""
+    monkeypatch.delenv("COLUMNS", raising=False)
