@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core.draw import CHUNK, chunk_sums, draw
+from draftproof.core.draw import chunk_sums, draw
 from draftproof.core.noise import Noise, Site
 from draftproof.core.types import PAD
 
@@ -277,6 +277,3 @@ def normalise(weights: Float[Tensor, "*B V"], otherwise: Float[Tensor, "*B V"]) 
     """weights / their sum; `otherwise` in the rows that have no mass."""
     mass = weights.sum(-1, keepdim=True)
     return torch.where(mass > 0, weights / mass.where(mass > 0, 1.0), otherwise)
-
-
-__all__ = ["CHUNK", "Law", "Vocab", "overlap", "residual", "total_variation"]

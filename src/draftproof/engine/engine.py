@@ -7,7 +7,6 @@ from typing import Any, Final
 import torch
 
 from draftproof.core.sampling import Sampling
-from draftproof.core.types import Inexact
 from draftproof.drafters import Drafter, asks
 from draftproof.engine.batch import Batch, Encoder
 from draftproof.engine.pace import Auto, Fixed, Pace
@@ -258,6 +257,3 @@ def _budgets(max_tokens: int | Sequence[int], n: int) -> list[int]:
     if len(budgets) != n or any(b < 0 for b in budgets):
         raise ValueError(f"max_tokens must be ≥ 0, one for all or one for each of {n} prompts; got {max_tokens!r}")
     return budgets
-
-
-__all__ = ["Engine", "Inexact", "Limits", "pace", "parts"]
