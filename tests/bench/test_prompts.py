@@ -22,6 +22,11 @@ def test_passages_to_summarise_are_pages_not_lines():
     assert all(150 <= len(prompt.split("\n\n", 1)[1].split()) <= 300 for prompt in of("summarising"))
 
 
+def test_summaries_are_asked_for_in_several_ways():
+    asked = {prompt.split("\n\n", 1)[0] for prompt in of("summarising")}
+    assert len(asked) >= 3
+
+
 def test_files_to_edit_are_whole_python_files():
     for prompt in of("code-editing"):
         code = re.search(r"```python\n(.*)```", prompt, re.S)[1]

@@ -73,9 +73,10 @@ def test_debug_shows_the_traceback(tmp_path, capsys):
         main(["generate", "hello", "--debug", "--target", str(tmp_path)])
 
 
-def test_inexact_requests_are_refused_with_the_reason(run, model):
-    said = run("generate", "hello", "--target", model, "--drafter", "prompt-lookup", "--rule", "tree")
+def test_drafters_that_do_not_fit_are_refused_with_the_reason(run, model, tmp_path):
+    said = run("generate", "hello", "--target", model, "--drafter", f"head:{tmp_path}")
     assert said.status == 2
+    assert "is no head" in said.err
     assert said.err.count("\n") == 1
 
 

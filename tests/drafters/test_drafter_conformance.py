@@ -7,7 +7,8 @@ from drafters.rounds import Row, noise_of, row
 from drafters.zoo import ALL, CHAINS, KEEPING, TREES, V
 from draftproof.core.sampling import Sampling
 from draftproof.core.types import PAD, ROOT, Draft
-from draftproof.drafters import Drafter, Shown, asks
+from draftproof.drafters import NOTHING, Asks, Drafter, Shown, asks
+from draftproof.drafters.choice import Choice
 
 SAMPLINGS = (
     Sampling(temperature=0.8, top_k=4),
@@ -33,12 +34,17 @@ def go_on(rows: list[Row], draft: Draft, drafter: Drafter, seed: int) -> None:
     for b, r in enumerate(rows):
         line = first_line(draft, b)
         kept = line[: int(torch.randint(len(line) + 1, (), generator=numbers))]
-        r.shown = (
-            Shown(len(r.tokens) + len(kept), torch.randint(V, (len(kept) + 1, top), generator=numbers))
-            if (top := asks(drafter).top)
-            else None
-        )
+        r.shown = _shown(asks(drafter), len(r.tokens), len(kept) + 1, numbers)
         r.tokens += [*kept, int(torch.randint(V, (), generator=numbers))]
+
+
+def _shown(wanted: Asks, known: int, scored: int, numbers: torch.Generator) -> Shown | None:
+    """Anything at all, of the right shape."""
+    if wanted == NOTHING:
+        return None
+    top = torch.randint(V, (scored, wanted.top), generator=numbers) if wanted.top else None
+    hidden = tuple(torch.randn((scored, 16), generator=numbers) for _ in wanted.layers)
+    return Shown(known + scored - 1, top, hidden)
 
 
 def first_line(draft: Draft, b: int) -> list[int]:
@@ -165,9 +171,10 @@ def test_memory_is_bounded_by_the_batch(make):
     drafter = make()
     for first in range(0, 12, 3):
         play(drafter, batch(9, 3, 14, first=first), rounds=2)
-    remembered = getattr(drafter, "_memory", None)
-    rows = len(remembered) if remembered is not None else len(drafter._reader._cache.lengths)
-    assert rows == 3
+    parts = [drafter._copying, drafter._other] if isinstance(drafter, Choice) else [drafter]
+    for part in parts:
+        remembered = getattr(part, "_memory", None)
+        assert (len(remembered) if remembered is not None else len(part._reader._cache.lengths)) == 3
 
 
 @pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING.keys())

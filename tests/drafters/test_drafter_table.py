@@ -36,7 +36,7 @@ def test_branches_make_a_tree(name):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("n-gram", 'one of "ngram", "prompt-lookup", "suffix", "early-exit:n", None or a Drafter; got \'n-gram\''),
+        ("n-gram", r'one of "ngram", .*"early-exit:n", "head", "suffix\+head", None or a Drafter; got \'n-gram\''),
         ("early-exit", "as in \"early-exit:6\"; got 'early-exit'"),
         ("early-exit:two", "wants a number of layers"),
         ("early-exit:9", "has 2 layers"),
@@ -61,5 +61,5 @@ def test_prompt_lookup_makes_no_trees():
 
 
 def test_names_are_told_from_models():
-    assert all(map(is_name, [*DRAFTERS, "early-exit:6", "early-exit"]))
+    assert all(map(is_name, [*DRAFTERS, "early-exit:6", "early-exit", "head", "head:./mine", "suffix+head", "auto"]))
     assert not any(map(is_name, ["Qwen/Qwen3-0.6B", "./model", "smollm2"]))

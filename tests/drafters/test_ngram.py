@@ -30,6 +30,23 @@ def test_a_draft_ends_where_nothing_is_known():
     assert guess(NGram(3), row(0, [1, 2, 3]), 4) == []
 
 
+def test_behind_a_replaced_token_the_old_text_goes_on():
+    text = [1, 2, 3, 4, 5, 6]
+    assert guess(NGram(), row(0, [*text, 1, 2, 9]), 2) == [4, 5]  # 9 for 3
+    assert guess(NGram(), row(0, [*text, 9]), 2) == []  # nothing was to be expected behind 6
+    assert guess(NGram(), row(0, [*text, 3, 8, 1, 2, 9]), 2) == [4, 5]
+    assert guess(NGram(), row(0, [7]), 2) == []
+
+
+def test_what_is_known_of_a_token_goes_before_what_it_replaced():
+    assert guess(NGram(), row(0, [9, 7, 1, 2, 3, 4, 1, 2, 9]), 1) == [7]
+
+
+def test_a_replaced_token_is_trusted_less():
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert len(guess(NGram(), row(0, [*text, 0, 1, 2, 3]), 8)) > len(guess(NGram(), row(0, [*text, 1, 2, 0]), 8)) > 0
+
+
 def test_never_stopping_goes_on_with_the_most_frequent_token():
     assert guess(NGram(3, stop_at_unknown=False), row(0, [2, 4, 2, 5]), 2) == [
         2,
@@ -60,7 +77,7 @@ def test_runners_up_of_the_target_fill_in_what_was_never_seen():
     assert guess(drafter, r, 1) == [7]  # seen
     r.tokens = [1, 2, 5, 7, 5, 8]
     r.shown = Shown(stop=5, top=torch.tensor([[4, 4]]))
-    assert guess(drafter, r, 1) == []  # nobody has said what follows 8
+    assert guess(drafter, r, 1) == [5]  # nobody has said what follows 8: 5 followed 7, in whose place it stands
     r.shown = Shown(stop=6, top=torch.tensor([[4, 3]]))
     assert guess(drafter, r, 1) == [4]  # the target has: 4 first
 

@@ -74,8 +74,30 @@ def test_reading_a_text_of_one_token_takes_linear_time():
 
 def test_the_draft_is_as_long_as_the_match_deserves():
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
-    assert guess(Suffix(), [*text, 0, 1], 9) == [2, 3, 4]  # 1/2, 1/3, 1/4
+    assert guess(Suffix(), [*text, 0, 1], 9) == [2, 3, 4, 5]  # 1/2, 1/3, 1/4, 1/5
     assert guess(Suffix(), [*text, 0, 1, 2, 3], 9) == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+
+
+def test_behind_a_replaced_token_the_old_text_goes_on():
+    text = [1, 2, 3, 4, 5, 6]
+    assert guess(Suffix(), [*text, 1, 2, 9], 2) == [4, 5]  # 9 for 3
+    assert guess(Suffix(), [*text, 9], 2) == []  # nothing was to be expected behind 6
+    assert guess(Suffix(), [9, 7, *text, 1, 2, 9], 1) == [7]  # 9 is known
+    assert len(guess(Suffix(), [*text, 0, 1, 2, 3], 6)) == 6
+    assert len(guess(Suffix(), [*text, 1, 2, 9], 6)) == 3  # 2/5 of the trust that a match of 3 would have
+
+
+@settings(deadline=None)
+@given(texts, st.integers(0, 3))
+def test_what_was_to_be_expected_followed_the_longest_end_that_something_else_followed(text, last):
+    automaton = Automaton()
+    automaton.read([*text, last])
+
+    def others(n: int) -> set[int]:
+        return {text[i] for i in places(text, text[len(text) - n :]) if i < len(text)} - {last}
+
+    longest = max((n for n in range(1, len(text)) if others(n)), default=0)
+    assert automaton.replaced().length == (longest + 1 if longest else 0)
 
 
 def test_nothing_is_guessed_without_a_match():

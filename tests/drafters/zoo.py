@@ -7,12 +7,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftproof.drafters import Drafter
+from draftproof.drafters.choice import Choice
 from draftproof.drafters.early_exit import early_exit
+from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import Suffix
+from draftproof.models.fitted import FittedHead
+from draftproof.models.head import Head
 from draftproof.models.hf import HFModel
+from draftproof.models.tapped import shape_for
 from draftproof.models.toy import Toy
 
 V = 6
@@ -24,7 +29,7 @@ def toy(vocab_size: int = V, seed: int = 5) -> Toy:
 
 
 @cache
-def tiny_llama(max_length: int = 64, device: str = "cpu") -> HFModel:
+def net(max_length: int = 64, device: str = "cpu") -> LlamaForCausalLM:
     """Random weights, two layers, a real K/V cache; its logits are spread so that laws differ."""
     config = LlamaConfig(
         vocab_size=V,
@@ -40,7 +45,19 @@ def tiny_llama(max_length: int = 64, device: str = "cpu") -> HFModel:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).eval()
     model.lm_head.weight.data.mul_(20)
-    return HFModel(model.to(device))
+    return model.to(device)
+
+
+@cache
+def tiny_llama(max_length: int = 64, device: str = "cpu") -> HFModel:
+    return HFModel(net(max_length, device))
+
+
+@cache
+def random_head(size: int = V) -> FittedHead:
+    return FittedHead.on(
+        Head(shape_for(net())), torch.randperm(V, generator=torch.Generator().manual_seed(3)), net(), size=size
+    )
 
 
 CHAINS: dict[str, Callable[[], Drafter]] = {
@@ -56,6 +73,10 @@ CHAINS: dict[str, Callable[[], Drafter]] = {
     "model, larger vocabulary": lambda: ModelDrafter(toy(V + 2), vocab_size=V),
     "model, smaller vocabulary": lambda: ModelDrafter(toy(V - 2), vocab_size=V),
     "early exit": lambda: early_exit(tiny_llama(), 1),
+    "head": lambda: HeadDrafter(random_head()),
+    "head, confidence": lambda: HeadDrafter(random_head(), confidence=0.3),
+    "head, smaller vocabulary": lambda: HeadDrafter(random_head(4)),
+    "suffix or head": lambda: Choice(Suffix(), HeadDrafter(random_head(4)), enough=3),
 }
 TREES: dict[str, Callable[[], Drafter]] = {
     "ngram, tree": lambda: NGram(3, branches=3, least=0.01),
@@ -63,6 +84,8 @@ TREES: dict[str, Callable[[], Drafter]] = {
     "model, tree": lambda: ModelDrafter(toy(), branches=2),
     "model, tree, confidence": lambda: ModelDrafter(toy(), branches=3, confidence=0.3),
     "early exit, tree": lambda: early_exit(tiny_llama(), 1, branches=2),
+    "head, tree": lambda: HeadDrafter(random_head(), branches=2),
+    "suffix or head, tree": lambda: Choice(Suffix(branches=2), HeadDrafter(random_head(4), branches=2), enough=3),
 }
 KEEPING: dict[str, Callable[[], Drafter]] = {
     "ngram, kept": lambda: NGram(keep=True),

@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 import draftproof as dp
 from draftproof.kernels import Parameters, Workspace
 from draftproof.kernels.call import Call
-from draftproof.kernels.launch import plan
+from draftproof.kernels.launch import options_of, plan
 
 B, K = 2, 4
 
@@ -50,7 +50,7 @@ def main(capability: int, V: int) -> None:
         for step in plan(each, Workspace.empty(B, K, V, "cpu"), overlap=capability >= 90):
             if number == 1 and step.kernel.__name__ in seen:
                 continue
-            step.kernel.warmup(*step.arguments, grid=step.grid, num_warps=step.warps)
+            step.kernel.warmup(*step.arguments, grid=step.grid, **options_of(step))
             seen.add(step.kernel.__name__)
             print(step.kernel.__name__)
 

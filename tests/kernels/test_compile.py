@@ -25,4 +25,14 @@ def test_kernels_compile(capability, V, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     blocks = ["block_walk", "block_sums", "block_close"]
-    assert done.stdout.split() == ["scan", "token", *blocks, "scan", "coupled", "scan", "settle", "token"]
+    assert done.stdout.split() == [
+        "scan",
+        "token",
+        *blocks,
+        "scan",
+        "coupled",
+        "scan",
+        "settle",
+        "settle_deep",
+        "token",
+    ]

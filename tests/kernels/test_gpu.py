@@ -2,7 +2,8 @@
 
 import pytest
 
-from kernels import claims
+import draftproof as dp
+from kernels import claims, law_claims
 
 pytestmark = pytest.mark.gpu
 
@@ -16,17 +17,19 @@ def test_a_million_rows_give_the_reference_verdict():
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize(("rule", "name", "sampling", "drawn"), list(claims.law_cases()))
+@pytest.mark.parametrize(("rule", "name", "sampling", "drawn"), list(law_claims.law_cases()))
 def test_the_emitted_law_is_the_target_law(rule, name, sampling, drawn):
     """Fails by chance once in a million runs."""
-    assert claims.law(rule, sampling, drawn)["p"] > claims.ALPHA
+    assert law_claims.law(rule, sampling, drawn)["p"] > law_claims.ALPHA
 
 
 @pytest.mark.statistical
 def test_the_law_test_can_fail():
     """Drafts drawn from another law than the one declared: a total variation of a few hundredths."""
-    wrong = claims.law("token", dp.Sampling(temperature=0.8), True, 400_000, drawn_with=dp.Sampling(temperature=1.1))
-    assert wrong["p"] < claims.ALPHA
+    wrong = law_claims.law(
+        "token", dp.Sampling(temperature=0.8), True, 400_000, drawn_with=dp.Sampling(temperature=1.1)
+    )
+    assert wrong["p"] < law_claims.ALPHA
 
 
 def test_a_graph_follows_its_inputs():

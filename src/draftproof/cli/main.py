@@ -9,7 +9,8 @@ from typing import Final, NoReturn
 import click
 
 COMMANDS: Final[Mapping[str, str]] = {
-    name: f"draftproof.cli.{name}" for name in ("generate", "chat", "explain", "bench", "models", "demo")
+    name: f"draftproof.cli.{name}"
+    for name in ("generate", "chat", "explain", "bench", "audit", "train", "models", "demo")
 }
 """The commands, and the file each lives in: it has an attribute of the command's name."""
 

@@ -10,7 +10,7 @@ import click
 RULES: Final = ("block", "token", "coupled", "tree")
 """The names of `verify.RULES`, which cannot be imported for a --help: it would import torch."""
 
-DRAFTERS: Final = ("ngram", "suffix", "prompt-lookup", "early-exit:N")
+DRAFTERS: Final = ("auto", "ngram", "suffix", "prompt-lookup", "early-exit:N", "head", "suffix+head")
 """The names of `drafters.table`, for the same reason."""
 
 Command = Callable[..., Any]
@@ -79,8 +79,8 @@ def engine_options(
         ),
         click.option(
             "--drafter", metavar="NAME", show_default=drafter,
-            help="Who guesses: ngram, suffix, prompt-lookup, early-exit:N (the target's first N layers), "
-            "or none for plain decoding.",
+            help="Who guesses: ngram, suffix, prompt-lookup, early-exit:N (the target's first N layers), head or "
+            "head:FOLDER (trained), suffix+head, auto (the head where there is one), or none for plain decoding.",
         ),
         draft_length_option(num_draft_tokens),
         click.option(

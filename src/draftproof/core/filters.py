@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.core import host
+from draftproof.core.largest import argmax, largest
 from draftproof.core.law import log_sum_exp
 from draftproof.core.types import PAD
 
@@ -26,7 +28,7 @@ def settle(
     scales = torch.full_like(peak, scale, dtype=torch.float64)
     if temperature == 0:
         lse = torch.where(sound, 0.0, math.nan).double()
-        return scales, torch.full_like(peak, -math.inf), lse, logits.argmax(-1)
+        return scales, torch.full_like(peak, -math.inf), lse, argmax(logits)
     cutoff, lse = _cut(logits, scale, peak, top_k, top_p, min_p)
     point = torch.full_like(peak, PAD, dtype=torch.long)
     return scales, cutoff, torch.where(sound, lse, math.nan), point
@@ -43,7 +45,7 @@ def _cut(
     R = logits.shape[-1]
     floor = (peak.double() + math.log(min_p) / scale).to(peak.dtype) if min_p > 0 else peak - math.inf
     if top_k is not None and top_k < R:
-        values = logits.topk(top_k + 1).values
+        values = largest(logits, top_k + 1)
         return _cut_sorted(values[:, :top_k], _ties(logits, values), scale, top_p, floor)
     if top_p == 1:
         return floor, log_sum_exp(logits, scale, peak, floor if min_p > 0 else None)
@@ -53,6 +55,8 @@ def _cut(
 def _ties(logits: Float[Tensor, "N R"], values: Float[Tensor, "N K"]) -> Int[Tensor, " N"]:
     """How many logits beyond the k largest equal the k-th; `values` are the k + 1 largest."""
     kth = values[:, -2]
+    if not host.is_host(values.device):  # to see whether there are any would be to wait
+        return (logits >= kth[:, None]).sum(-1) - (values.shape[-1] - 1)
     extra = torch.zeros(len(values), dtype=torch.long, device=values.device)
     tied = (kth == values[:, -1]).nonzero()[:, 0]
     if len(tied):
@@ -94,11 +98,13 @@ def _nucleus(
     floor: Float[Tensor, " N"],
 ) -> Cut:
     """top-p over whole rows; `log_total` is the log-sum-exp relative to the peak."""
+    if not host.is_host(logits.device):  # to see whether a few are enough would be to wait: all are sorted
+        return _whole_nucleus(logits, scale, log_total, top_p, floor)
     R = logits.shape[-1]
     cutoff, lse = torch.empty_like(floor), torch.empty_like(log_total)
     left = torch.arange(len(logits), device=logits.device)
     for width in (*(w for w in WIDTHS if w < R), R):
-        values = logits[left].topk(width).values
+        values = largest(logits[left], width)
         weights = ((values - values[:, :1]).double() * scale).exp()
         edge = _edge(values, weights, top_p * log_total[left].exp())
         found = (values[:, -1] < edge) | (width == R)  # all that equals the edge has been seen
@@ -110,3 +116,17 @@ def _nucleus(
         if not len(left):
             break
     return cutoff, lse
+
+
+def _whole_nucleus(
+    logits: Float[Tensor, "N R"],
+    scale: float,
+    log_total: Float[Tensor, " N"],
+    top_p: int | float,
+    floor: Float[Tensor, " N"],
+) -> Cut:
+    values = logits.sort(descending=True).values
+    weights = ((values - values[:, :1]).double() * scale).exp()
+    cutoff = _edge(values, weights, top_p * log_total.exp()).maximum(floor)
+    mass = weights.masked_fill(values < cutoff[:, None], 0.0).sum(-1)
+    return cutoff, scale * values[:, 0].double() + mass.log()

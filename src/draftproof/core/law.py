@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.core import host
 from draftproof.core.draw import chunk_sums, draw
 from draftproof.core.noise import Noise, Site
 from draftproof.core.types import PAD
@@ -177,9 +178,11 @@ class Law:
         if self.vocab is not None:
             dense = dense.new_zeros(*dense.shape[:-1], self.vocab_size).index_copy_(-1, self.vocab.ids, dense)
         certain = None if self.plain else point != PAD
-        if certain is not None and bool(certain.any()):
-            dense[certain] = torch.nn.functional.one_hot(point[certain], self.vocab_size).to(dense.dtype)
-        return dense
+        if certain is None or (host.is_host(dense.device) and not bool(certain.any())):
+            return dense
+        first = point.clamp_min(0)[..., None]
+        dense.masked_fill_(certain[..., None], 0.0)
+        return dense.scatter_(-1, first, torch.where(certain[..., None], 1.0, dense.gather(-1, first)))
 
     def draw(self, noise: Noise, site: Site = Site.DRAFT, j: int = 0) -> Int[Tensor, " B"]:
         """One token a row: the j-th draw of the round for this site. For laws of shape [B]."""
@@ -234,7 +237,7 @@ def log_sum_exp(
     enough for float32.
     """
     step = max(2, BLOCK // max(1, logits.shape[-1]))
-    slope = float(torch.tensor(scale * LOG2_E, dtype=logits.dtype))
+    slope = float((np.float32 if logits.dtype == torch.float32 else np.float64)(scale * LOG2_E))
     offset = (peak.double() * -slope).to(logits.dtype)
     buffer, totals = torch.empty_like(logits[:step]), [peak.new_empty(0, dtype=torch.float64)]
     for start in range(0, len(logits), step):

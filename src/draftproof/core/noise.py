@@ -7,6 +7,7 @@ four 32-bit words, so that any number can be had on any device without those bef
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -109,9 +110,16 @@ def philox(counter: Int[Tensor, "4 B N"], key: Int[Tensor, "2 B 1"]) -> Int[Tens
 
     The products wrap around like unsigned ones: only their low 64 bits are looked at, and the mask takes the sign off.
     """
-    multipliers, weyl = (torch.from_numpy(c.astype(np.int64)).to(counter.device) for c in (_MULTIPLIERS, _WEYL))
+    multipliers, weyl = _constants(counter.device)
     even, odd = counter[0::2], counter[1::2]
     for k in (key + weyl) & MASK:
         product = (even * multipliers).flip(0)
         even, odd = ((product >> 32) & MASK) ^ odd ^ k, product & MASK
     return torch.stack([even, odd], 1).flatten(0, 1)
+
+
+@cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Multipliers and key steps, sent to a device once: to send is to wait."""
+    multipliers, weyl = (torch.from_numpy(c.astype(np.int64)).to(device) for c in (_MULTIPLIERS, _WEYL))
+    return multipliers, weyl

@@ -75,6 +75,13 @@ class Verdict:
     deviation: Deviation | None = None
 
 
+class Round(NamedTuple):
+    """What became of one round of one request: how many tokens were drafted, and how many of them kept."""
+
+    drafted: int
+    accepted: int
+
+
 class History(NamedTuple):
     """What a row has seen, for the penalties: presence and frequency count the output only."""
 

@@ -27,7 +27,7 @@ class Shown:
     """What the target's last pass showed of the positions that were kept, and nothing of those that were not.
 
     It scored T tokens of the context, the last of them at index `stop - 1`; row i speaks of tokens[stop - T + i], and
-    `top[i]` holds the target's most likely tokens to *follow* it, the likeliest first.
+    `top[i]` holds the target's most likely tokens to *follow* it, the likeliest first; it lies on the host.
     """
 
     stop: int

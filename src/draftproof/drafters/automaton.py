@@ -39,7 +39,8 @@ class Automaton:
         self._length = [0]
         self._count = [0]
         self._latest = [0]
-        self._last = TOP
+        self._last = self._previous = TOP
+        self._token = BREAK
 
     @classmethod
     def of(cls, texts: Iterable[Sequence[int]]) -> "Automaton":
@@ -62,7 +63,7 @@ class Automaton:
             self._next[state][token] = new
             state = self._link[state]
         self._link[new] = TOP if state == -1 else self._ending(state, token)
-        self._last = new
+        self._previous, self._last, self._token = self._last, new, token
         self.size += 1
         self._tally(new)
 
@@ -70,6 +71,13 @@ class Automaton:
         """The longest end of the text that stands in it earlier, too."""
         state = max(self._link[self._last], TOP)
         return Match(state, self._length[state])
+
+    def replaced(self) -> Match:
+        """Where the text would stand with another token at its end, the one that was to be expected there."""
+        state = max(self._link[self._previous], TOP)
+        expected = self.followers(Match(state, self._length[state]), 2)
+        others = (match for follower, match in expected if follower.token != self._token)
+        return next(others, Match(TOP, 0))
 
     def match(self, tokens: Sequence[int]) -> Match:
         """The longest end of `tokens` that stands anywhere in the text."""

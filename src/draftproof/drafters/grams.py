@@ -62,3 +62,9 @@ class Grams:
                 break
             trust *= BACK_OFF
         return [Follower(token, share) for token, share in islice(found.items(), most)]
+
+    def replaced(self, before: Run) -> Run:
+        """`before` with another token at its end, the one that was to be expected there; empty where none was."""
+        *head, last = before
+        others = (f.token for f in self.followers(tuple(head), 2) if f.token != last)
+        return next(((*head, token) for token in others), ())

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from draftproof.core.host import sent
 from draftproof.core.types import PAD, ROOT, Draft
 
 N = TypeVar("N")
@@ -62,9 +63,9 @@ def chosen(guesses: Sequence[Guess], device: torch.device, *, tree: bool = False
     tokens = [guess.tokens + [PAD] * (K - len(guess.tokens)) for guess in guesses]
     parents = [guess.parents + [ROOT] * (K - len(guess.parents)) for guess in guesses] if tree else None
     return Draft(
-        torch.tensor(tokens, dtype=torch.long, device=device).view(shape),
-        torch.tensor(lengths, dtype=torch.long, device=device),
-        parents=None if parents is None else torch.tensor(parents, dtype=torch.long, device=device).view(shape),
+        sent(tokens, device).view(shape),
+        sent(lengths, device),
+        parents=None if parents is None else sent(parents, device).view(shape),
     )
 
 

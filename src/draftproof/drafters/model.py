@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from draftproof.core import race
-from draftproof.core.law import Law, Vocab
+from draftproof.core.host import sent
+from draftproof.core.law import Vocab
 from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling, warp
-from draftproof.core.types import Draft, History
+from draftproof.core.sampling import Sampling
+from draftproof.core.types import Draft
 from draftproof.drafters import Context
+from draftproof.drafters.draws import Draws
 from draftproof.drafters.guess import Guess, check_count, check_share, chosen
 from draftproof.drafters.reader import Reader
+from draftproof.drafters.seen import grown, seen
 from draftproof.drafters.spine import Spine
 from draftproof.models import Model
 
@@ -59,19 +59,19 @@ class ModelDrafter:
         if not any(slots):
             return chosen([Guess([], [])] * len(contexts), noise.seeds.device, tree=self._branches > 1)
         samplings = [self._sampling(context.sampling) for context in contexts]
-        greedy = all(sampling.temperature == 0 for sampling in samplings)
-        seen = [_seen(context, noise.seeds.device) for context in contexts]
+        histories = [seen(context, noise.seeds.device) for context in contexts]
         logits = self._reader.catch_up(contexts, [most > 0 for most in slots])
-        spine = Spine(self._branches, torch.tensor(slots, device=logits.device))
+        spine = Spine(self._branches, sent(slots, logits.device))
+        draws = Draws(samplings, noise, self._vocab)
         for start in range(0, max(slots), self._branches):
             if start:
                 logits = self._reader.step(spine.tokens[-1], [start < most for most in slots])
-            law = self._law(logits, samplings, _grown(seen, samplings, spine.tokens))
-            spine.add(law, _drawn(law, noise, start, greedy))
+            # to cut tokens off is to mask them: the law knows no others
+            spine.add(*draws(logits[:, : self._V], grown(histories, samplings, spine.tokens), start))
             if self._confidence and spine.end_behind_weak(self._confidence):
                 break
         steps = [-(-most // self._branches) - 1 for most in slots]
-        self._reader.stepped([row[: max(0, min(n, len(row) - 1))] for row, n in zip(spine.rows(), steps, strict=True)])
+        self._reader.stepped(spine.rows(), [max(0, min(n, len(spine.tokens) - 1)) for n in steps])
         return spine.draft(shared_noise=noise.shared)
 
     def _room(self, context: Context, most: int) -> int:
@@ -84,33 +84,3 @@ class ModelDrafter:
         if self._temperature is None or sampling.temperature == 0:
             return sampling
         return replace(sampling, temperature=self._temperature)
-
-    def _law(self, logits: Float[Tensor, "B R"], samplings: list[Sampling], seen: list[History]) -> Law:
-        """What each row's next token is drawn from. To cut tokens off is to mask them: the law knows no others."""
-        law = warp(logits[:, None, : self._V], samplings, seen, vocab=self._vocab)
-        return law.first
-
-
-def _drawn(law: Law, noise: Noise, j: int, greedy: bool) -> Int[Tensor, " B"]:
-    """A draw from each law. From point masses there is nothing to draw, and no need to write them out first."""
-    return law.point if greedy else race.propose(law, noise, j)
-
-
-def _seen(context: Context, device: torch.device) -> History:
-    """What the penalties count, on the device once a round; nothing where there is no penalty."""
-    if not context.sampling.penalises:
-        return History([], [])
-    n = context.prompt_length
-    parts = context.tokens[:n], context.tokens[n:]
-    return History(*(torch.tensor(list(part), dtype=torch.long, device=device) for part in parts))
-
-
-def _grown(seen: list[History], samplings: list[Sampling], drafted: list[Tensor]) -> list[History]:
-    """The same with the drafted tokens behind it."""
-    if not drafted or not any(sampling.penalises for sampling in samplings):
-        return seen
-    rows = torch.stack(drafted, 1)
-    return [
-        History(h.prompt, torch.cat([h.output, row])) if isinstance(h.output, Tensor) else h
-        for h, row in zip(seen, rows, strict=True)
-    ]

@@ -1,8 +1,10 @@
 """Guess what followed the last few tokens before: k-gram counts over the text so far, with back-off (k from N to 2).
 
 After N-gram assisted decoding (Stewart et al. 2024, "ANPD", arXiv 2404.08698, and its descendants): the counts are
-filled from the prompt, then from what is emitted and from what the target thought likely (`fillers`). Its tokens are
-chosen and never drawn, so any rule keeps them exact, and any way of picking them is allowed.
+filled from the prompt, then from what is emitted and from what the target thought likely (`fillers`). A token of which
+nothing is known is taken to stand in another's place, as after an edit: the guess goes on behind the one that was to be
+expected there. Its tokens are chosen and never drawn, so any rule keeps them exact, and any way of picking them is
+allowed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +16,7 @@ from draftproof.core.noise import Noise
 from draftproof.core.types import Draft
 from draftproof.drafters import Asks, Context, Shown
 from draftproof.drafters.grams import Grams, Run
-from draftproof.drafters.guess import Follower, check_count, check_share, chosen, grow
+from draftproof.drafters.guess import BACK_OFF, Follower, Guess, check_count, check_share, chosen, grow
 from draftproof.drafters.memory import Memory, Strangers
 
 KEPT: Final = 200_000
@@ -45,9 +47,9 @@ class NGram:
 
     def __init__(
         self,
-        longest: int = 5,
+        longest: int = 6,
         *,
-        least: float = 0.1,
+        least: float = 0.15,
         fillers: int = 0,
         stop_at_unknown: bool = True,
         keep: bool = False,
@@ -72,8 +74,7 @@ class NGram:
         for b, context in enumerate(contexts):
             reading = self._memory.of(context, partial(self._begin, noise, b))
             self._catch_up(reading, context)
-            expand = partial(self._expand, reading.grams)
-            guesses.append(grow(self._end(context.tokens), expand, k[b], least=self._least))
+            guesses.append(self._guess(reading.grams, self._end(context.tokens), k[b]))
         return chosen(guesses, noise.seeds.device, tree=self._branches > 1)
 
     def _begin(self, noise: Noise, b: int) -> Reading:
@@ -92,7 +93,7 @@ class NGram:
         if shown.top is None:
             return
         first = shown.stop - len(shown.top)
-        for i, likely in enumerate(shown.top.tolist()):
+        for i, likely in enumerate(shown.top.numpy().tolist()):
             before = self._end(tokens, first + i + 1)
             for rank, token in enumerate(likely[: self.asks.top]):
                 grams.add(before, token, 1 / (rank + 2))
@@ -100,6 +101,13 @@ class NGram:
     def _end(self, tokens: Sequence[int], stop: int | None = None) -> Run:
         stop = len(tokens) if stop is None else stop
         return tuple(tokens[max(0, stop - self._reach) : stop])
+
+    def _guess(self, grams: Grams, before: Run, slots: int) -> Guess:
+        expand = partial(self._expand, grams)
+        guess = grow(before, expand, slots, least=self._least)
+        if guess.tokens or not slots or not before:
+            return guess
+        return grow(grams.replaced(before), expand, slots, least=self._least / BACK_OFF)
 
     def _expand(self, grams: Grams, before: Run) -> Iterator[tuple[Follower, Run]]:
         for follower in grams.followers(before, self._branches):

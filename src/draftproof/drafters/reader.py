@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.core.host import Fetch, sent
 from draftproof.drafters import Context
 from draftproof.models import Cache, Model
 
@@ -47,9 +48,11 @@ class Reader:
         self._ids: list[int] = []
         self._rows: list[Row] = []
         self._cache: Cache | None = None
+        self._coming: tuple[Fetch, Sequence[int]] | None = None
 
     def catch_up(self, contexts: Sequence[Context], wanted: Sequence[bool]) -> Float[Tensor, "B R"]:
         """The logits behind the last token of every wanted context; the other rows hold anything."""
+        self._arrive()
         cache = self._seat(contexts, wanted)
         known = [row.shared(context.tokens) for row, context in zip(self._rows, contexts, strict=True)]
         cache.lengths = torch.tensor(known)  # on the host, where our caches like to know them
@@ -64,10 +67,18 @@ class Reader:
         self._cache.keep(torch.tensor(wanted).long())
         return logits
 
-    def stepped(self, drafted: Sequence[list[int]]) -> None:
-        """The tokens that the steps have kept: told at the end, so that no step waits for the device."""
-        for row, tokens in zip(self._rows, drafted, strict=True):
-            row.drafted = tokens
+    def stepped(self, drawn: Fetch, kept: Sequence[int]) -> None:
+        """The drawn tokens, of which the steps have kept the first few: told at the end, so that no step waits for the
+        device, and read when the next round begins, when they have long arrived."""
+        self._coming = drawn, kept
+
+    def _arrive(self) -> None:
+        if self._coming is None:
+            return
+        drawn, kept = self._coming
+        for row, tokens, n in zip(self._rows, drawn.read().tolist(), kept, strict=True):
+            row.drafted = tokens[:n]
+        self._coming = None
 
     def _seat(self, contexts: Sequence[Context], wanted: Sequence[bool]) -> Cache:
         """Rows for these contexts and no others. New ones are read apart: the others would be padded beside them."""
@@ -106,11 +117,11 @@ class Reader:
         logits = self._model(self._padded(rest), cache).logits
         counts = torch.tensor([len(tokens) for tokens in rest])
         cache.keep(counts)
-        last = (counts - 1).clamp_min(0).to(logits.device)
+        last = (counts - 1).clamp_min(0).to(logits.device, non_blocking=True)
         return logits[torch.arange(len(rest), device=logits.device), last]
 
     def _padded(self, texts: list[list[int]]) -> Int[Tensor, "B T"]:
         """Side by side, padded on the right. What this model has no name for it reads as token 0: a worse guess."""
         width, R = max(map(len, texts)), self._model.vocab_size
         rows = [[t if t < R else 0 for t in text] + [0] * (width - len(text)) for text in texts]
-        return torch.tensor(rows, dtype=torch.long, device=self._model.device)
+        return sent(rows, self._model.device)

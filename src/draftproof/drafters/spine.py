@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from draftproof.core import host
 from draftproof.core.law import Law
 from draftproof.core.types import PAD, ROOT, Draft
 
@@ -31,23 +32,25 @@ class Spine:
         self.tokens.append(token)
         self._laws.append(law)
         if self.branches > 1:
-            others = law.logits.scatter(-1, token[:, None], -torch.inf)
-            self._siblings.append(others.topk(self.branches - 1).indices)
+            entry = token if law.vocab is None else law.vocab.entry[token]
+            others = law.logits.scatter(-1, entry[:, None], -torch.inf).topk(self.branches - 1).indices
+            self._siblings.append(others if law.vocab is None else law.vocab.ids[others])
 
     def end_behind_weak(self, confidence: float) -> bool:
-        """End the rows whose last token seemed less likely than this; are all rows at their end?"""
+        """End the rows whose last token seemed less likely than this; are all rows known to be at their end?"""
         stop = len(self.tokens) * self.branches
         weak = self._laws[-1].log_prob(self.tokens[-1]).exp() < confidence
         self.lengths = torch.where(weak, self.lengths.clamp_max(stop), self.lengths)
-        return bool((self.lengths <= stop).all())
+        return host.is_host(self.lengths.device) and bool((self.lengths <= stop).all())
 
-    def rows(self) -> list[list[int]]:
-        """Each row's drawn tokens, on the host."""
-        drawn: list[list[int]] = torch.stack(self.tokens, 1).tolist()
-        return drawn
+    def rows(self) -> host.Fetch:
+        """Each row's drawn tokens, [B, N], on their way to the host."""
+        return host.Fetch(torch.stack(self.tokens, 1))
 
     def draft(self, *, shared_noise: bool) -> Draft:
-        K = int(self.lengths.max())
+        """As many slots as the longest row has; elsewhere than on the host, where asking would be waiting, as were
+        drawn."""
+        K = int(self.lengths.max()) if host.is_host(self.lengths.device) else len(self.tokens) * self.branches
         slot = torch.arange(K, device=self.lengths.device)
         levels = torch.stack(self.tokens, 1)[..., None]
         if self.branches > 1:
@@ -81,4 +84,5 @@ def _side_by_side(laws: list[Law], times: int, K: int) -> Law:
         column([law.lse for law in laws]),
         column([law.point for law in laws]),
         laws[0].vocab,
+        all(law.plain for law in laws),
     )

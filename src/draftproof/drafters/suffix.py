@@ -1,7 +1,9 @@
 """Guess by the longest end of the text that stood anywhere before: in the session, earlier outputs or a corpus.
 
 After suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), on a suffix automaton. A long match is seldom chance: the
-draft is as long as the match deserves; of several continuations the most frequent is taken, then the latest.
+draft is as long as the match deserves; of several continuations the most frequent is taken, then the latest. A token
+that nothing matches is taken to stand in another's place, as after an edit: the guess goes on behind the one that was
+to be expected there.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +16,7 @@ from draftproof.core.noise import Noise
 from draftproof.core.types import Draft
 from draftproof.drafters import Context
 from draftproof.drafters.automaton import BREAK, Automaton, Match
-from draftproof.drafters.guess import Follower, Guess, check_count, check_share, chosen, grow
+from draftproof.drafters.guess import BACK_OFF, Follower, Guess, check_count, check_share, chosen, grow
 from draftproof.drafters.memory import Memory, Strangers
 
 TAIL: Final = 32
@@ -36,7 +38,7 @@ class Reading:
 class Suffix:
     """Drafts by the longest match.
 
-    least     where a path seems less likely than this it ends: 1/4 gives a match of L tokens a draft of up to 3 L
+    least     where a path seems less likely than this it ends: 1/5 gives a match of L tokens a draft of up to 4 L
     keep      look into the outputs of earlier requests, the oldest forgotten first; who has the seed of one does not
     corpus    texts to look into besides, as token ids (`read_corpus` reads a file of them)
     branches  continuations of a node; more than one makes a tree, for rule="tree"
@@ -45,7 +47,7 @@ class Suffix:
     def __init__(
         self,
         *,
-        least: float = 0.25,
+        least: float = 0.2,
         keep: bool = False,
         corpus: Iterable[Sequence[int]] = (),
         branches: int = 1,
@@ -95,6 +97,8 @@ class Suffix:
         def expand(node: Match) -> list[tuple[Follower, Match]]:
             return source.followers(node, self._branches)
 
+        if match.length == 0:
+            return grow(reading.text.replaced(), expand, slots, least=self._least / BACK_OFF)
         return grow(match, expand, slots, least=self._least)
 
 

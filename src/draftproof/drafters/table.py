@@ -1,16 +1,25 @@
 """Drafters by name."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from draftproof.drafters import Drafter
+from draftproof.drafters.choice import Choice
 from draftproof.drafters.early_exit import early_exit
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import Suffix
 from draftproof.models import Model
 
+AUTO: Final = "auto"
 EARLY_EXIT: Final = "early-exit"
+HEAD: Final = "head"
+PROMPT_LOOKUP: Final = "prompt-lookup"
+SUFFIX_HEAD: Final = "suffix+head"
+
+BEST: Final = HEAD
+"""What "auto" is where the package has brought a head for the target."""
+OTHERWISE: Final = "ngram"
 
 
 def _prompt_lookup(branches: int) -> Drafter:
@@ -20,22 +29,33 @@ def _prompt_lookup(branches: int) -> Drafter:
 
 
 DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {
-    "ngram": lambda branches: NGram(branches=branches, fillers=4),
-    "prompt-lookup": _prompt_lookup,
+    "ngram": lambda branches: NGram(branches=branches),
+    PROMPT_LOOKUP: _prompt_lookup,
     "suffix": lambda branches: Suffix(branches=branches),
 }
-"""Those that need no model, made for a number of branches. "early-exit:n" is made of the target."""
+"""Those that need nothing of the target, made for a number of branches."""
+
+OF_TARGET: Final = (AUTO, EARLY_EXIT, HEAD, SUFFIX_HEAD)
+"""Those that are made of the target or for it: "early-exit:n" of its first n layers, "head:folder" for its states."""
 
 
 def is_name(spec: str) -> bool:
     """Is this one of our names? What is not may still be the name of a model."""
-    return spec in DRAFTERS or spec.partition(":")[0] == EARLY_EXIT
+    return spec in DRAFTERS or spec.partition(":")[0] in OF_TARGET
 
 
-def resolve(spec: object, target: Model | None = None, *, branches: int = 1) -> Drafter | None:
+def default_branches(spec: object, rule: object) -> int:
+    """Candidates at a node: one in a chain, and where only one text is copied."""
+    if rule != "tree" or spec == PROMPT_LOOKUP:
+        return 1
+    return 2
+
+
+def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf: Any = None) -> Drafter | None:
     """The drafter of this name, or the drafter itself; None is none. `branches` is for those made here.
 
-    `spec` is what a user wrote, so anything may come; what is neither a name, a Drafter nor None is refused.
+    `spec` is what a user wrote, so anything may come; what is neither a name, a Drafter nor None is refused. `hf` is
+    the target as transformers knows it: a head needs its embeddings.
     """
     if spec is None:
         return None
@@ -45,12 +65,51 @@ def resolve(spec: object, target: Model | None = None, *, branches: int = 1) -> 
         return spec
     if spec in DRAFTERS:
         return DRAFTERS[spec](branches)
-    name, _, layers = spec.partition(":")
-    if name != EARLY_EXIT:
-        names = ", ".join(f'"{known}"' for known in (*DRAFTERS, f"{EARLY_EXIT}:n"))
-        raise ValueError(f"drafter must be one of {names}, None or a Drafter; got {spec!r}")
+    name, _, rest = spec.partition(":")
+    if name not in OF_TARGET:
+        known = ", ".join(f'"{each}"' for each in (*DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD))
+        raise ValueError(f"drafter must be one of {known}, None or a Drafter; got {spec!r}")
+    if name == EARLY_EXIT:
+        return _early_exit(spec, rest, target, branches)
+    if name == AUTO:
+        return resolve(BEST if _has_head(hf) else OTHERWISE, target, branches=branches, hf=hf)
+    head = _head(spec, rest, hf, branches)
+    return head if name == HEAD else Choice(Suffix(branches=branches), head)
+
+
+def _early_exit(spec: str, layers: str, target: Model | None, branches: int) -> Drafter:
     if not layers.isdecimal():
         raise ValueError(f'drafter "{EARLY_EXIT}:n" wants a number of layers, as in "{EARLY_EXIT}:6"; got {spec!r}')
     if target is None:
         raise ValueError(f"drafter {spec!r} is made of the target's own layers: pass the target")
     return early_exit(target, int(layers), branches=branches)
+
+
+def _head(spec: str, folder: str, hf: Any, branches: int) -> Drafter:
+    from draftproof.drafters.head import HeadDrafter
+    from draftproof.models.fitted import SHIPPED, fitted
+
+    if not _decodes(hf):
+        raise ValueError(
+            f"drafter {spec!r} reads the hidden states of a causal transformers model; the target is a "
+            f"{type(hf).__name__}"
+        )
+    if not folder and not SHIPPED.is_dir():
+        raise ValueError(
+            f"drafter {spec!r} is the head of the bundled model, and this installation has none: name one, "
+            f'"{HEAD}:folder", or train it: draftproof train'
+        )
+    return HeadDrafter(fitted(folder or SHIPPED, hf), branches=branches)
+
+
+def _has_head(hf: Any) -> bool:
+    if not _decodes(hf):
+        return False
+    from draftproof.models.fitted import SHIPPED, shipped_fits
+
+    return SHIPPED.is_dir() and shipped_fits(hf)
+
+
+def _decodes(hf: Any) -> bool:
+    config = getattr(hf, "config", None)
+    return config is not None and not config.is_encoder_decoder

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from draftproof.core.host import sent
 from draftproof.drafters import Shown
 from draftproof.engine.clock import Clock
 from draftproof.engine.pace import Pace
@@ -89,12 +90,12 @@ def read(sessions: Sequence[Session], parts: Parts) -> Cache:
     """A cache that remembers all of these rows but their last token, in one pass."""
     model = parts.model
     cache = _opened(sessions, model)
-    counts = torch.tensor([len(s.tokens) - 1 for s in sessions], dtype=torch.long)
-    width = int(counts.max())
+    counts = [len(s.tokens) - 1 for s in sessions]
+    width = max(counts)
     if width:
-        tokens = torch.tensor([(s.tokens[:-1] + [0] * width)[:width] for s in sessions], device=model.device)
+        tokens = sent([(s.tokens[:-1] + [0] * width)[:width] for s in sessions], model.device)
         forward = model(tokens, cache, scored=1, layers=parts.asks.layers)
-        cache.keep(counts)
+        cache.keep(torch.tensor(counts))
         for b, session in enumerate(sessions):
             if forward.hidden:
                 n = len(session.tokens) - 1

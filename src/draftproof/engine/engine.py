@@ -55,6 +55,7 @@ class Engine:
         limits: Limits | None = None,
         hf: Any = None,
     ) -> None:
+        self.name = "draftproof"
         self.model, self.tokenizer, self.drafter, self.rule = model, tokenizer, drafter, rule
         self.eos, self.limits, self.hf = frozenset(eos), limits or Limits(), hf
         self.num_draft_tokens = num_draft_tokens
@@ -108,6 +109,29 @@ class Engine:
         if is_one and outputs[0].finish_reason == "error":
             raise RuntimeError(outputs[0].error)
         return outputs[0] if is_one else outputs
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int, seeds: Sequence[int]
+    ) -> list[Output]:
+        """Continue token ids, each with a seed of its own, until max_tokens or the end of the text: what an audit asks
+        of a decoder. A request that fails raises: a text that is cut short would be taken for one that ended."""
+        rows = [list(prompt) for prompt in prompts]
+        samplings = [replace(sampling, seed=seed) for seed in seeds]
+        if len(rows) != len(samplings):
+            raise ValueError(f"seeds must have one entry a prompt: {len(rows)} prompts, {len(samplings)} seeds")
+        outputs = self.generate(rows, samplings, max_tokens=max_tokens) if rows else []
+        assert isinstance(outputs, list)
+        failed = next((output for output in outputs if output.finish_reason == "error"), None)
+        if failed is not None:
+            raise RuntimeError(failed.error)
+        return outputs
+
+    @property
+    def description(self) -> dict[str, str]:
+        """What it is made of, in words: for an audit's certificate."""
+        rule = self.rule if isinstance(self.rule, str) else getattr(self.rule, "__name__", type(self.rule).__name__)
+        drafter = "none" if self.drafter is None else type(self.drafter).__name__
+        return {"rule": rule, "drafter": drafter, "draft length": str(self.num_draft_tokens)}
 
     def stream(
         self,

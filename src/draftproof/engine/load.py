@@ -9,7 +9,7 @@ import torch
 from draftproof.core.types import Inexact
 from draftproof.drafters import Drafter
 from draftproof.drafters.model import ModelDrafter
-from draftproof.drafters.table import is_name, resolve
+from draftproof.drafters.table import AUTO, default_branches, is_name, resolve
 from draftproof.engine.engine import Engine, Limits
 from draftproof.models import Model, bundled
 from draftproof.models.text import Tokenizer
@@ -18,7 +18,7 @@ from draftproof.verify import Verifier
 
 def load(
     target: Any = bundled.NAME,
-    drafter: Any = "ngram",
+    drafter: Any = AUTO,
     *,
     rule: str | Verifier = "block",
     num_draft_tokens: int | str = "auto",
@@ -29,29 +29,32 @@ def load(
     max_length: int | None = None,
     branches: int | None = None,
     pack: bool = True,
+    graphs: bool = True,
 ) -> Engine:
     """Make an engine.
 
     target            "smollm2" (bundled), a folder, a hub id, or a loaded transformers model (causal, or with encoder)
-    drafter           None (plain decoding), "ngram", "prompt-lookup", "suffix", "early-exit:6", a smaller model's
-                      name, folder or object, or any `Drafter`
+    drafter           None (plain decoding), "ngram", "prompt-lookup", "suffix", "early-exit:6", "head" (of the bundled
+                      model) or "head:folder", "suffix+head" (either, by the row), a smaller model's name, folder or
+                      object, or any `Drafter`. "auto" is the head where one is shipped for the target, else "ngram"
     rule              "block", "token", "coupled", "tree", or a verifier
     num_draft_tokens  "auto", or a number
     device, dtype     for models loaded here; default: CUDA if there is one, else the CPU in float32
     max_batch         rows that advance together; more requests wait
     max_length        most tokens of a text, prompt counted; default: the model's own limit
-    branches          candidates at a node for rule="tree"; default 2 there, and 1 elsewhere
+    branches          candidates at a node for rule="tree"; default 2 there (prompt-lookup: 1), and 1 elsewhere
     pack              lay out the weights of models loaded here for the CPU: a draft is then scored in about the time
                       of one token, for as much memory again as the output head
+    graphs            on a GPU, record short passes and replay them: a pass takes longer to launch than to run
 
     A model object that is passed in is never altered, and stays on its device.
     """
     limits = Limits(max_batch, max_length)
     hf, words = _loaded(target, device, dtype, pack)
-    model = as_model(hf)
+    model = as_model(hf, graphs=graphs)
     words = tokenizer or words
-    branches = (2 if rule == "tree" else 1) if branches is None else branches
-    made = as_drafter(drafter, model, words, branches, (device, dtype, pack))
+    branches = default_branches(drafter, rule) if branches is None else branches
+    made = as_drafter(drafter, model, words, branches, (device, dtype, pack), hf, graphs)
     return Engine(
         model, words, made, rule=rule, num_draft_tokens=num_draft_tokens, eos=_eos(hf, words), limits=limits, hf=hf
     )
@@ -90,7 +93,7 @@ def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype) -> tup
     return model, AutoTokenizer.from_pretrained(name)
 
 
-def as_model(hf: Any, role: str = "target") -> Model:
+def as_model(hf: Any, role: str = "target", graphs: bool = True) -> Model:
     """A transformers model as ours; a `Model` is taken as it is."""
     config = getattr(hf, "config", None)
     if config is None:
@@ -103,16 +106,23 @@ def as_model(hf: Any, role: str = "target") -> Model:
         return EncoderDecoder(hf)
     from draftproof.models.hf import HFModel
 
-    return HFModel(hf)
+    return HFModel(hf, graphs=graphs)
 
 
 def as_drafter(
-    spec: Any, target: Model, words: Tokenizer | None, branches: int, how: tuple[Any, Any, bool]
+    spec: Any,
+    target: Model,
+    words: Tokenizer | None,
+    branches: int,
+    how: tuple[Any, Any, bool],
+    its_hf: Any = None,
+    graphs: bool = True,
 ) -> Drafter | None:
+    """A drafter of whatever a user wrote. `its_hf` is the target as transformers knows it."""
     if spec is None or (isinstance(spec, str) and is_name(spec)) or isinstance(spec, Drafter):
-        return resolve(spec, target, branches=branches)
+        return resolve(spec, target, branches=branches, hf=its_hf)
     hf, its_words = _loaded(spec, *how)
-    model = as_model(hf, "drafter")
+    model = as_model(hf, "drafter", graphs)
     _check_vocabularies(target, model, words, its_words)
     return ModelDrafter(model, vocab_size=target.vocab_size, branches=branches)
 

@@ -8,13 +8,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
+from draftproof.engine.costs import Costs
 from draftproof.engine.request import Session
 
-LONGEST: Final = 12
+LONGEST: Final = 16
 """The longest draft that `Auto` asks for."""
 
-PROBE: Final = 24
-"""Where drafting does not pay, one round in this many tries it again."""
+PROBE: Final = 2
+"""Where shorter drafts or none seem best, one of this length is tried now and then."""
+
+SPENT: Final = 0.01
+"""The share of the time that such tries may cost: where they are cheap they are frequent."""
+
+TIE: Final = 0.005
+"""Lengths whose speeds differ by less are equal. The longest is taken: text that is copied comes without notice."""
+
+FORGET: Final = 0.9
+"""What a record is worth a draft later."""
+
+CERTAIN: Final = 0.98
+"""The most that a share is believed."""
 
 
 @runtime_checkable
@@ -46,70 +59,62 @@ class Fixed:
 
 
 @dataclass(slots=True)
-class Costs:
-    """What a pass over n positions and a drafted token cost, in passes over one position."""
+class Share:
+    """How much came of what was tried, lately."""
 
-    pass_growth: float = 0.06
-    """What a further position adds, until it is measured."""
-    draft: float = 0.02
-    passes: dict[int, float] = field(default_factory=dict)
-    drafting: float | None = None
+    came: float
+    tried: float
 
-    def of_pass(self, width: int) -> float:
-        """Relative to a pass over one position; between measured widths, a line."""
-        base = self.passes.get(1)
-        if base is None or len(self.passes) < 2:
-            return 1 + self.pass_growth * (width - 1)
-        if width in self.passes:
-            return max(1.0, self.passes[width] / base)
-        known = sorted(self.passes)
-        below = max((n for n in known if n < width), default=1)
-        above = min((n for n in known if n > width), default=None)
-        if above is None:
-            return max(1.0, self.passes[below] / base) + self.pass_growth * (width - below)
-        share = (width - below) / (above - below)
-        return max(1.0, ((1 - share) * self.passes[below] + share * self.passes[above]) / base)
+    @property
+    def value(self) -> float:
+        return self.came / self.tried
 
-    def of_draft(self) -> float:
-        base = self.passes.get(1)
-        return self.draft if base is None or self.drafting is None else self.drafting / base
-
-    def learn(self, seconds: dict[str, float], width: int, drafted: int) -> None:
-        """A running mean that follows the growing context."""
-        spent = sum(seconds.get(stage, 0.0) for stage in ("score", "warp", "verify", "commit"))
-        before = self.passes.get(width)
-        # a first pass of any width may compile or allocate something: the least of two is nearer the truth
-        self.passes[width] = spent if before is None else min(spent, before * 1.02) * 0.3 + before * 0.7
-        if drafted:
-            each = seconds.get("draft", 0.0) / drafted
-            self.drafting = each if self.drafting is None else 0.7 * self.drafting + 0.3 * min(each, 2 * self.drafting)
+    def note(self, came: int, tried: int) -> None:
+        if tried:
+            self.came = FORGET * self.came + came
+            self.tried = FORGET * self.tried + tried
 
 
 @dataclass(slots=True)
 class Record:
-    """How a row's drafts fared lately: a running share of drafted tokens that stood, given those before them did."""
+    """How a row's drafts fared lately. It begins with guesses that are worth two drafts.
 
-    stood: float = 1.4
-    tried: float = 2.0
-    since: int = 0
+    A drafter that looks for matches is wrong on the first token mostly: where that stands, many do. So the first token
+    has a share of its own. Such a drafter also ends a draft by itself where it is unsure, and a draft that is not made
+    costs nothing: how far it goes is noted beside how far it is right.
+    """
 
-    @property
-    def rate(self) -> float:
-        return self.stood / self.tried
+    first: Share = field(default_factory=lambda: Share(0.8, 2.0))
+    """Of the drafts, those whose first token stood."""
+    later: Share = field(default_factory=lambda: Share(1.5, 2.0))
+    """Of further tokens asked for, each behind one that stood, those that were drafted and stood."""
+    going: Share = field(default_factory=lambda: Share(2.0, 2.0))
+    """Of further tokens asked for, each behind one that was drafted, those that were drafted."""
+    asked: int = 0
+    idle: int = 0
+    """Rounds since a draft of at least `PROBE` tokens was asked for and one was made."""
+
+    def ask(self, length: int) -> int:
+        self.asked = length
+        return length
 
     def note(self, drafted: int, accepted: int) -> None:
-        tried = min(drafted, accepted + 1)  # behind the first that fell nothing was tried
-        self.stood = 0.85 * self.stood + accepted
-        self.tried = 0.85 * self.tried + tried
+        if not drafted:
+            return
+        asked = max(self.asked, drafted)
+        self.idle = 0 if asked >= PROBE else self.idle
+        self.first.note(int(accepted > 0), 1)
+        self.going.note(drafted - 1, min(asked - 1, drafted))
+        if accepted:
+            self.later.note(accepted - 1, min(asked - 1, accepted))
 
 
 @dataclass(slots=True)
 class Auto:
-    """The length that emits most tokens a second, from measured costs and the row's own acceptance.
+    """The length that emits most tokens a second, from measured costs and the row's own record.
 
-    With survival rate a, a draft of k tokens emits 1 + a + … + aᵏ tokens on average and costs k drafted tokens and a
-    pass over k + 1 positions. A request with a seed of its own is paced by fixed costs instead of measured ones: its
-    text must not depend on how busy the machine is.
+    A request with a seed of its own is paced by fixed costs instead of measured ones: its text must not depend on how
+    busy the machine is.
     """
 
     measured: Costs = field(default_factory=Costs)
@@ -124,27 +129,34 @@ class Auto:
     def _length(self, session: Session) -> int:
         record = self.records.setdefault(session.id, Record())
         costs = self.fixed if session.request.seeded and session.sampling.temperature > 0 else self.measured
-        best = best_length(record.rate, costs)
-        if best:
-            return best
-        record.since += 1
-        return 2 if record.since % PROBE == 0 else 0
+        best = best_length(record, costs)
+        if best >= PROBE:
+            return record.ask(best)
+        record.idle += 1
+        saved = record.idle * SPENT
+        return record.ask(PROBE if saved >= costs.of(PROBE) - costs.of(best) else best)
 
     def observe(self, session: Session, drafted: int, accepted: int) -> None:
-        if drafted:
-            self.records.setdefault(session.id, Record()).note(drafted, accepted)
+        self.records.setdefault(session.id, Record()).note(drafted, accepted)
 
     def timed(self, seconds: dict[str, float], width: int, drafted: int) -> None:
         self.measured.learn(seconds, width, drafted)
 
 
-def best_length(rate: float, costs: Costs) -> int:
-    """The k that maximises (1 + a + … + aᵏ) / (k · draft + pass over k + 1)."""
-    best, speed, emitted, survives = 0, 1 / costs.of_pass(1), 1.0, 1.0
-    for k in range(1, LONGEST + 1):
-        survives *= min(rate, 0.98)
-        emitted += survives
-        now = emitted / (k * costs.of_draft() + costs.of_pass(k + 1))
-        if now > speed * 1.01:
-            best, speed = k, now
-    return best
+def best_length(record: Record, costs: Costs) -> int:
+    """The k that emits most a unit of cost; 0 where none emits more than plain decoding.
+
+    With shares f of first tokens and a of later ones that stand, k tokens asked for emit 1 + f (1 + a + … + aᵏ⁻¹) on
+    average; with a share g of drafts that go on, 1 + g + … + gᵏ⁻¹ are drafted and cost their drafting and a wider pass.
+    """
+    later, going = min(record.later.value, CERTAIN), record.going.value
+    stands, goes = min(record.first.value, CERTAIN), 1.0
+    emitted, length = 1.0, 0.0
+    speeds = []
+    for _ in range(LONGEST):
+        emitted, stands = emitted + stands, stands * later
+        length, goes = length + goes, goes * going
+        speeds.append(emitted / costs.of(length))
+    if max(speeds) <= 1:
+        return 0
+    return max(k for k, speed in enumerate(speeds, 1) if speed >= (1 - TIE) * max(speeds))

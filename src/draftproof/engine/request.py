@@ -9,7 +9,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from draftproof.core.sampling import Sampling
-from draftproof.core.types import History
+from draftproof.core.types import History, Round
 from draftproof.drafters import Shown
 from draftproof.models.text import TextStream
 
@@ -25,8 +25,8 @@ class Stats:
     """What a request cost and kept, counted as the field counts.
 
     `drafts` are the rounds that had a draft. `accepted` counts before stops cut. `accepted_at[i]` is how often the
-    draft token at depth i was kept. `seconds` are a request's share of each stage: a round's time is split evenly
-    among the rows of its batch.
+    draft token at depth i was kept; `record` has every round. `seconds` are a request's share of each stage: a round's
+    time is split evenly among the rows of its batch.
     """
 
     rounds: int = 0
@@ -35,6 +35,7 @@ class Stats:
     accepted: int = 0
     emitted: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    record: list[Round] = field(default_factory=list, repr=False)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     @property
@@ -63,6 +64,7 @@ class Stats:
         self.drafts += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
+        self.record.append(Round(drafted, accepted))
         self.accepted_at += [0] * (accepted - len(self.accepted_at))
         for i in range(accepted):
             self.accepted_at[i] += 1
@@ -140,6 +142,11 @@ class Output:
     stats: Stats
     logprobs: list[float] | None = None
     error: str | None = None
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """What each round drafted and kept; a stop may have cut the last one."""
+        return tuple(self.stats.record)
 
     def __str__(self) -> str:
         return self.text

@@ -25,6 +25,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 
 from draftproof.core.sampling import Sampling
 from draftproof.core.types import Inexact
+from draftproof.drafters.table import default_branches
 from draftproof.engine.batch import Batch, Encoder
 from draftproof.engine.engine import pace, parts
 from draftproof.engine.load import as_drafter, as_model
@@ -79,8 +80,8 @@ def generate(
     """
     _refuse(logits_processor, generation_config, model_kwargs)
     served = as_model(model)
-    branches = (2 if rule == "tree" else 1) if branches is None else branches
-    made = as_drafter(drafter, served, None, branches, (None, None, False))
+    branches = default_branches(drafter, rule) if branches is None else branches
+    made = as_drafter(drafter, served, None, branches, (None, None, False), model)
     given = Given(input_ids, inputs_tensor, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
     sheet = _sheet(given, served, generation_config, seed)
     _check_ends(sheet, served, generation_config, stopping_criteria)

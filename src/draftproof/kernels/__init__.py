@@ -3,6 +3,7 @@
 Triton is imported when the first verdict is asked for: this package can be imported on any machine.
 """
 
+from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from draftproof.kernels.edits import Edits
 from draftproof.kernels.parameters import Parameters
 from draftproof.kernels.workspace import Workspace
 
-__all__ = ["Edits", "Parameters", "Rows", "Workspace", "pack", "serves", "verify_rows"]
+__all__ = ["Edits", "Parameters", "Rows", "Workspace", "draws_from", "pack", "runs_on", "serves", "verify_rows"]
 
 
 class Rows(NamedTuple):
@@ -31,12 +32,32 @@ class Rows(NamedTuple):
     faults: Tensor
 
 
-def serves(target_logits: Tensor, draft_tokens: Tensor, rule: object) -> bool:
-    """Whether the kernels can take this call: a CUDA device, Triton there, and within their limits."""
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels run there: on a CUDA device, where Triton is installed."""
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def serves(target_logits: Tensor, draft_tokens: Tensor, rule: object, draft_logits: Tensor | None = None) -> bool:
+    """Whether the kernels can take this call: a device they run on, and within their limits."""
     K, V = draft_tokens.shape[-1], target_logits.shape[-1]
-    within = target_logits.dtype in DTYPES and K <= MOST_DRAFTED and V <= MOST_TOKENS and rule in RULES
-    within = within and len(draft_tokens) <= MOST_REQUESTS
-    return within and target_logits.is_cuda and find_spec("triton") is not None
+    within = rule in RULES and K <= MOST_DRAFTED and 0 < V <= MOST_TOKENS and len(draft_tokens) <= MOST_REQUESTS
+    readable = all(
+        logits.dtype in DTYPES and (logits.stride(-1) == 1 or logits.shape[-1] == 1)
+        for logits in (target_logits, draft_logits)
+        if logits is not None
+    )
+    return within and readable and runs_on(target_logits.device)
+
+
+def draws_from(logits: Tensor) -> bool:
+    """Whether the kernels can draw from rows [B, R] like these: a device they run on, and within their limits."""
+    within = len(logits) <= MOST_REQUESTS and 0 < logits.shape[-1] <= MOST_TOKENS and logits.dtype in DTYPES
+    return within and (logits.stride(-1) == 1 or logits.shape[-1] == 1) and runs_on(logits.device)
 
 
 def verify_rows(

@@ -36,7 +36,8 @@ def bound_mass(m, mass, peak, scale, goal):
     """Numbers [low, high) between which the cutoff of a nucleus of mass `goal`, relative to the peak's, lies.
 
     A slice whose largest logit reaches v has at least that one's mass above v, and at least its whole mass less
-    what the others can have below v; at most its whole mass.
+    what the others can have below v; at most its whole mass. And all logits under v have at most the mass of so many
+    v: as long as that is no more than what lies outside the nucleus, the cutoff is not under v.
     """
     top = tl.exp((m - peak) * scale)
     least = key(_least(m, peak)).to(tl.int64)
@@ -46,7 +47,9 @@ def bound_mass(m, mass, peak, scale, goal):
         under = (SLICE - 1) * tl.exp((v - peak) * scale)
         enough = tl.sum(tl.where(m >= v, tl.maximum(top, mass - under), 0.0), 0) >= goal * (1 + SLACK)
         low, high = tl.where(enough, (low + high) // 2, low), tl.where(enough, high, (low + high) // 2)
-    bound = tl.where(low == least, float("-inf"), value(low))
+    spare = tl.sum(mass, 0) * (1 - SLACK) - goal * (1 + SLACK)
+    even = peak + tl.log(tl.maximum(spare, 0.0) / (SLICE * m.shape[0])) / scale
+    bound = tl.maximum(even - SLACK / scale, tl.where(low == least, float("-inf"), value(low)))
     high = key(peak).to(tl.int64) + 1
     for _ in range(STEPS):
         v = value((low + high) // 2)

@@ -120,6 +120,7 @@ def _check_logits(name: str, logits: Tensor, B: int, rows: int) -> None:
 def pack(allowed: Tensor) -> Tensor:
     """A boolean mask [..., V] as packed bits [..., ceil(V / 32)], int32: bit t % 32 of word t // 32 is token t."""
     V = allowed.shape[-1]
-    words = torch.nn.functional.pad(allowed, (0, -V % 32)).unflatten(-1, (-1, 32)).long()
-    packed = (words << torch.arange(32, device=allowed.device)).sum(-1)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+    bits = torch.nn.functional.pad(allowed, (0, -V % 32)).unflatten(-1, (-1, 32)).int()
+    # the last bit is the sign: as the bits are different ones, sums wrap to just the right word
+    words: Tensor = (bits << torch.arange(32, dtype=torch.int32, device=allowed.device)).sum(-1, dtype=torch.int32)
+    return words

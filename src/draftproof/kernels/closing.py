@@ -7,11 +7,13 @@ import triton.language as tl
 
 from draftproof.core.closing import TRIALS as _TRIALS
 from draftproof.kernels.draws import draw_in_chunk, invert, invert_each, slice_of, target_running, token_of, tokens_of
+from draftproof.kernels.exponent import near_exp2
 from draftproof.kernels.laws import draft_numbers_of, draft_prob_of, excess, numbers_of, target_probs
-from draftproof.kernels.layout import PER_CHUNK, TRIALS_PLACES
+from draftproof.kernels.layout import PER_CHUNK, SLICE, TRIALS_PLACES
 from draftproof.kernels.layout import PER_TILE as CHUNKS
 from draftproof.kernels.noise import CLOSE, THIN, pair, uniform
 from draftproof.kernels.request import law_row
+from draftproof.kernels.rows import draft_row, target_row, whole_slices
 
 TRIALS = tl.constexpr(_TRIALS)
 AT_ONCE = tl.constexpr(16)  # trials side by side: which one stands does not depend on it
@@ -104,10 +106,41 @@ def excess_sums(batch, req, at, c):
 def sum_excess(batch, req, at, p_law, q_law, weight, c):
     """Twin: `draw.chunk_sums` of `chain.excess`, for CHUNKS chunks from c on, written down."""
     lines = c * PER_CHUNK + tl.arange(0, CHUNKS * PER_CHUNK)
-    each = tl.sum(excess(batch, req, at, p_law, q_law, weight, 1.0, tokens_of(lines)), 1)
+    traits = batch.traits
+    PLAIN: tl.constexpr = traits.DRAWN and not (traits.EDITED or traits.MASKED or traits.MAPPED)
+    if PLAIN and traits.SEGMENT == traits.DRAFT_SEGMENT:
+        if req.draft_temperature > 0:
+            each = _plain_excess(batch, req, at, p_law, q_law, weight.to(tl.float32), lines * SLICE)
+        else:
+            each = tl.sum(excess(batch, req, at, p_law, q_law, weight, 1.0, tokens_of(lines)), 1)
+    else:
+        each = tl.sum(excess(batch, req, at, p_law, q_law, weight, 1.0, tokens_of(lines)), 1)
     chunks = c + tl.arange(0, CHUNKS)
     sums = tl.sum(tl.reshape(each, (CHUNKS, PER_CHUNK)), 1)
     tl.store(excess_sums(batch, req, at, chunks), sums, mask=chunks < batch.sizes.C)
+
+
+@triton.jit
+@no_type_check
+def _plain_excess(batch, req, at, p_law, q_law, weight, begin):
+    """Sums of `excess` over the slices that begin at `begin`, of logits as they are: every row read in long pieces."""
+    SEGMENT: tl.constexpr = batch.traits.SEGMENT
+    x = whole_slices(target_row(batch, req, at), begin, batch.sizes.V, SEGMENT)
+    y = whole_slices(draft_row(batch, req, at), begin, batch.sizes.R, SEGMENT)
+    p, p_gain = _in_proportion(x.to(tl.float32), p_law, batch.traits.FILTERED)
+    q, q_gain = _in_proportion(y.to(tl.float32), q_law, batch.traits.FILTERED)
+    return tl.sum(tl.sum(tl.maximum(tl.fma(p, p_gain * weight, -q * q_gain), 0.0), 2), 1)
+
+
+@triton.jit
+@no_type_check
+def _in_proportion(x, law, FILTERED: tl.constexpr):
+    """Twin: `law.powers`, weights and factor. The exponent in one step; its offset's rounding is left to the factor."""
+    offset = law.centre * law.slope
+    w = near_exp2(tl.fma(x, law.slope, -offset))
+    if FILTERED:
+        w = tl.where(x < law.cutoff, 0.0, w)
+    return w, law.gain * tl.exp2(tl.fma(-law.centre, law.slope, offset))
 
 
 @triton.jit

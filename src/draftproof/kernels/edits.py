@@ -51,6 +51,8 @@ class Edits:
         if not any(s.penalises or s.logit_bias for side in sides for s in side):
             return None
         penalised = [b for side in sides for b, s in enumerate(side) if s.penalises]
+        if history is not None and len(history) != len(samplings):
+            raise ValueError(f"history must have one entry a row: {len(samplings)} rows, {len(history)} entries")
         if penalised and history is None:
             raise ValueError(
                 f"row {penalised[0]} asks for a penalty, which depends on what was seen: pass history, one "
@@ -58,7 +60,7 @@ class Edits:
             )
         J, device = draft_tokens.shape[1] + 1, draft_tokens.device
         seen = [History([], [])] * len(samplings) if history is None else history
-        listed = [_list(side, seen) for side in sides]
+        listed = [_list(side, seen, V) for side in sides]
         E = max(len(line) for side in listed for line in side)
         made = [_side(side, lists, E, device) for side, lists in zip(sides, listed, strict=True)]
         real = torch.arange(J - 1, device=device) < lengths[:, None]
@@ -74,7 +76,7 @@ class Edits:
         return cls(tokens.int(), values.contiguous(), first.int())
 
 
-def _list(samplings: Sequence[Sampling], seen: Sequence[History]) -> list[dict[int, list[float]]]:
+def _list(samplings: Sequence[Sampling], seen: Sequence[History], V: int) -> list[dict[int, list[float]]]:
     """For each row: token → [bias, times in the prompt, times in the output]."""
     lists = []
     for sampling, history in zip(samplings, seen, strict=True):
@@ -83,6 +85,10 @@ def _list(samplings: Sequence[Sampling], seen: Sequence[History]) -> list[dict[i
             for column, part in enumerate(history, start=1):
                 for token in part.tolist() if isinstance(part, Tensor) else part:
                     line.setdefault(int(token), [0.0, 0.0, 0.0])[column] += 1
+        if line and not 0 <= min(line) <= max(line) < V:
+            raise ValueError(
+                f"history and logit_bias name tokens from {min(line)} to {max(line)}; the vocabulary is [0, {V})"
+            )
         lists.append(line)
     return lists
 

@@ -12,14 +12,24 @@ from draftproof.kernels.batch import Batch, Lists, Out, Sizes, Strides, Traits
 from draftproof.kernels.block import block_close, block_sums, block_walk
 from draftproof.kernels.call import Call
 from draftproof.kernels.coupled import coupled
+from draftproof.kernels.deep import settle_deep
 from draftproof.kernels.scan import scan
 from draftproof.kernels.settle import settle
 from draftproof.kernels.token import token
-from draftproof.kernels.workspace import NUMBERS, PER_CHUNK, Workspace, chunks, tiles
+from draftproof.kernels.workspace import NUMBERS, PER_CHUNK, PER_TILE, Workspace, chunks, tiles
 
 LARGE: Final = 8
 """Requests from which on a program of the scan may read several tiles: before that there are too few for the device."""
 
+
+DEEP: Final = 132
+"""Programs that share the rows whose cutoff lies deep: about as many as the device has processors."""
+
+LINES: Final = 16
+"""Slices that a search for a cutoff asks for at a time, four times over before it works on the first."""
+
+CROWDED: Final = 80
+"""Registers of a thread of `settle` where there are many rows: three programs then share a processor."""
 
 LINE_OF_MEMORY: Final = 128
 """Bytes."""
@@ -32,6 +42,8 @@ class Step(NamedTuple):
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     warps: int
+    registers: int | None = None
+    """Of a thread, at most; None leaves it to the compiler."""
 
 
 def launch(call: Call, workspace: Workspace) -> None:
@@ -40,9 +52,20 @@ def launch(call: Call, workspace: Workspace) -> None:
         _hand_over(call, call.draft_lse, workspace)
     overlap = call.target_logits.is_cuda and _hopper(call.target_logits.device)
     first, *others = plan(call, workspace, overlap=overlap)
-    first.kernel[first.grid](*first.arguments, num_warps=first.warps)
+    run(first, overlap=False)
     for step in others:
-        step.kernel[step.grid](*step.arguments, num_warps=step.warps, launch_pdl=overlap)
+        run(step, overlap=overlap)
+
+
+def run(step: Step, *, overlap: bool) -> None:
+    """Launch one step; `overlap`: it may start while the one before it ends."""
+    step.kernel[step.grid](*step.arguments, launch_pdl=overlap, **options_of(step))
+
+
+def options_of(step: Step) -> dict[str, int]:
+    """What a step's kernel is compiled with."""
+    limit = {} if step.registers is None else {"maxnreg": step.registers}
+    return {"num_warps": step.warps, **limit}
 
 
 def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
@@ -52,9 +75,13 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
     B, K = call.B, call.K
     T = batch.sizes.T
     rows = K + 1 + (K if batch.traits.READ_DRAFT else 0)
-    steps = [Step(scan, (-(-T // batch.traits.TILES.value), rows, B), (batch,), 4)]
+    # logits of two bytes come in faster than few warps can add them up: each then works on its own, and waits for none
+    step, warps = (2, 1) if batch.traits.TILES.value > 1 else (PER_TILE, 4)
+    steps = [Step(scan, (-(-T // batch.traits.TILES.value), rows, B), (batch, tl.constexpr(step)), warps)]
     if batch.traits.FILTERED:
-        steps.append(Step(settle, (rows, B), (batch,), 8))
+        limit = CROWDED if B >= LARGE else None
+        steps.append(Step(settle, (rows, B), (batch, tl.constexpr(LINES)), 8, limit))
+        steps.append(Step(settle_deep, (min(rows * B, DEEP),), (batch, tl.constexpr(LINES)), 16))
     if call.rule == "coupled":
         return [*steps, Step(coupled, (B,), (batch, out), 8)]
     if call.rule == "token" or call.draft_logits is None or K == 0:  # without a law the two rules are one
@@ -150,7 +177,7 @@ def _traits(
         OVERLAP=overlap,
         SEGMENT=slice_size if as_slices else LINE_OF_MEMORY // size,
         DRAFT_SEGMENT=slice_size if as_slices else LINE_OF_MEMORY // draft_size,
-        TILES=4 if large and size < 4 else 1,
+        TILES=2 if large and size < 4 else 1,
         KP=_power_of_2(K + 1),
         NP=_power_of_2(chunks(V)),
         TP=_power_of_2(tiles(V)),

@@ -9,6 +9,7 @@ import triton.language as tl
 from draftproof.core.draw import CHUNK as _CHUNK
 from draftproof.kernels.parameters import FLOATS as _FLOATS
 from draftproof.kernels.parameters import INTS as _INTS
+from draftproof.kernels.workspace import FEW as _FEW
 from draftproof.kernels.workspace import NUMBERS as _NUMBERS
 from draftproof.kernels.workspace import PER_CHUNK as _PER_CHUNK
 from draftproof.kernels.workspace import PER_TILE as _PER_TILE
@@ -52,4 +53,9 @@ NO_TARGET_LAW = tl.constexpr(1)
 NO_DRAFT_LAW = tl.constexpr(2)
 NO_SUCH_TOKEN = tl.constexpr(4)
 TRIALS_PLACES = tl.constexpr(_TRIALS_PLACES)
-WORK = tl.constexpr(_WORK)  # places a row has in Workspace.work besides its list of slices
+
+# Workspace.work, float32, one line a law row: FEW logits, a place of the queue, the queue's length, a list of slices
+WORK = tl.constexpr(_WORK)
+FEW = tl.constexpr(_FEW)
+QUEUE = tl.constexpr(_FEW)  # of line n: the n-th row in the queue
+QUEUED = tl.constexpr(_FEW + 1)  # of line 0: how many are in it

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from draftproof.core.noise import Site
 
+DRAFT = tl.constexpr(int(Site.DRAFT))
 ACCEPT = tl.constexpr(int(Site.ACCEPT))
 CLOSE = tl.constexpr(int(Site.CLOSE))
 THIN = tl.constexpr(int(Site.THIN))
@@ -36,6 +37,14 @@ def uniform(seed, start, site: tl.constexpr, lanes, j: tl.constexpr):
 def pair(seed, start, site: tl.constexpr, lanes, j: tl.constexpr):
     """Twin: `Noise.pair`."""
     a, b, c, d = tl.philox(seed, lanes.to(tl.uint32), j, start.to(tl.uint32), site)
+    return unit(a, b), unit(c, d)
+
+
+@triton.jit
+@no_type_check
+def pair_at(seed, start, site: tl.constexpr, lanes, j):
+    """Twin: `Noise.pair`, for a j that is known when the kernel runs."""
+    a, b, c, d = tl.philox(seed, lanes.to(tl.uint32), j.to(tl.uint32), start.to(tl.uint32), site)
     return unit(a, b), unit(c, d)
 
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.core.host import sent
 from draftproof.core.sampling import Sampling
 
 FLOATS: Final = ("temperature", "top_p", "min_p", "draft_temperature", "draft_top_p", "draft_min_p")
@@ -43,8 +44,8 @@ class Parameters:
     @classmethod
     def empty(cls, B: int, device: torch.device | str, *, filtered: bool = True) -> "Parameters":
         """B plain requests: temperature 1, no filters, drafts of length 0, seeds and positions 0."""
-        floats = torch.tensor([1.0, 1.0, 0.0] * 2, dtype=torch.float64, device=device).repeat(B, 1)
-        made = cls(floats, torch.zeros((B, len(INTS)), dtype=torch.int64, device=device), filtered)
+        plain = sent([1.0, 1.0, 0.0] * 2, torch.device(device), torch.float64)
+        made = cls(plain.repeat(B, 1), torch.zeros((B, len(INTS)), dtype=torch.int64, device=device), filtered)
         made["target_rows"].copy_(torch.arange(B, device=device))
         made["draft_rows"].copy_(torch.arange(B, device=device))
         return made
@@ -60,22 +61,25 @@ class Parameters:
         lengths: Int[Tensor, " B"],
     ) -> "Parameters":
         """The same from `Sampling` objects, on the device of `lengths`. Bias and penalties are `Edits`."""
-        B = len(samplings)
+        B, device = len(samplings), lengths.device
         if len(draft_samplings) != B:
             raise ValueError(
                 f"draft_samplings must be one for each of {B} rows, like samplings; got {len(draft_samplings)}"
             )
-        both = list(zip(samplings, draft_samplings, strict=True))
-        floats = [[x for s in pair for x in (s.temperature, s.top_p, s.min_p)] for pair in both]
-        made = cls.empty(B, lengths.device, filtered=any(filters(s) for pair in both for s in pair))
-        made.floats.copy_(torch.tensor(floats, dtype=torch.float64).view(B, len(FLOATS)), non_blocking=True)
-        top_k = torch.tensor([[s.top_k or 0 for s in pair] for pair in both]).view(B, 2)
-        made.ints[:, INTS.index("top_k") : INTS.index("top_k") + 2].copy_(top_k, non_blocking=True)
         for name, column in (("seeds", seeds), ("positions", positions), ("lengths", lengths)):
             if column.shape != (B,):
                 raise ValueError(f"{name} must be [{B}], one for each row; got {list(column.shape)}")
-            made[name].copy_(column, non_blocking=True)
-        return made
+        both = list(zip(samplings, draft_samplings, strict=True))
+        floats = [[float(x) for s in pair for x in (s.temperature, s.top_p, s.min_p)] for pair in both]
+        whole = [[*(s.top_k or 0 for s in pair), b, b, 0] for b, pair in enumerate(both)]
+        moving = torch.stack(
+            [column.to(device, torch.long, non_blocking=True) for column in (seeds, positions, lengths)]
+        )
+        return cls(
+            sent(floats, device, torch.float64).view(B, len(FLOATS)),
+            torch.cat([moving.T, sent(whole, device).view(B, len(INTS) - len(moving))], 1),
+            filtered=any(filters(s) for pair in both for s in pair),
+        )
 
 
 def filters(sampling: Sampling) -> bool:

@@ -9,7 +9,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from draftproof.kernels.layout import CHUNK
+from draftproof.kernels.layout import CHUNK, SLICE
 from draftproof.kernels.request import law_row
 
 NOTHING = tl.constexpr(float("-inf"))
@@ -26,6 +26,31 @@ def target_row(batch, req, row):
 @no_type_check
 def draft_row(batch, req, row):
     return batch.draft + req.draft_row * batch.strides.draft + row.to(tl.int64) * batch.strides.draft_row
+
+
+@triton.jit
+@no_type_check
+def whole_slices(at, begin, end, SEGMENT: tl.constexpr):
+    """Logits of the row at `at`, in the slices that begin at `begin` [S], as they are: [S, SEGMENT, parts of a slice].
+
+    −inf from `end` on. Read part by part and joined: few threads share a slice then, each holds its share of all parts,
+    and sums over a slice hardly cross from thread to thread.
+    """
+    o = begin[:, None] + tl.arange(0, SEGMENT)[None, :]
+    PARTS: tl.constexpr = SLICE // SEGMENT
+    x = _segments(at, o, end)
+    if PARTS == 2:
+        x = tl.join(x, _segments(at, o + SEGMENT, end))
+    if PARTS == 4:
+        more = tl.join(_segments(at, o + 2 * SEGMENT, end), _segments(at, o + 3 * SEGMENT, end))
+        x = tl.permute(tl.join(tl.join(x, _segments(at, o + SEGMENT, end)), more), (0, 1, 3, 2))
+    return tl.reshape(x, (begin.shape[0], SEGMENT, PARTS))
+
+
+@triton.jit
+@no_type_check
+def _segments(at, o, end):
+    return tl.load(at + o, mask=o < end, other=NOTHING)
 
 
 @triton.jit

@@ -6,94 +6,129 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.exponent import power, slope_of
-from draftproof.kernels.layout import PER_CHUNK, SLICE
-from draftproof.kernels.layout import PER_TILE as CHUNKS
+from draftproof.kernels.exponent import near_exp2, power, slope_of
+from draftproof.kernels.layout import PER_CHUNK, PER_TILE, QUEUED, SLICE
 from draftproof.kernels.request import law_row, request, wanted
-from draftproof.kernels.rows import draft_row, dress_draft, dress_target, target_row
+from draftproof.kernels.rows import draft_row, dress_draft, dress_target, target_row, whole_slices
 
-SLICES = tl.constexpr(CHUNKS.value * PER_CHUNK.value)
 NO_TOKEN = tl.constexpr(2**30)
 
 
 @triton.jit
 @no_type_check
-def scan(batch):
+def scan(batch, STEP: tl.constexpr):
     """Twin: `draw.chunk_sums` of `law.log_sum_exp`, and the argmax of `filters.settle`. Grid: (parts, J + K, B).
 
     Writes for each slice, chunk and tile its largest logit m and Σ exp(scale · (x − m)); for a greedy row, by tile
     only, the first token that has m instead (-1: NaN is among them). Borders and the order of the additions are
-    fixed: what a row gives does not depend on the batch around it.
+    fixed: what a row gives does not depend on the batch around it, nor on STEP, the chunks that are read at a time.
     """
     if batch.traits.OVERLAP:
         cuda.gdc_launch_dependents()
     row = tl.program_id(1)
+    if batch.traits.FILTERED:  # noqa: SIM102  (one is known when compiling, the other is not)
+        if (tl.program_id(0) == 0) & (row == 0) & (tl.program_id(2) == 0):
+            tl.store(batch.work + QUEUED, 0.0)  # rows are put into it when all of this is done
     req = request(batch, tl.program_id(2).to(tl.int64))
     if wanted(batch, req, row):
         if row < batch.sizes.J:
-            _scan_row(batch, req, row, req.temperature, batch.traits.SEGMENT, False)
+            _scan_row(batch, req, row, req.temperature, STEP, batch.traits.SEGMENT, False)
         else:
-            _scan_row(batch, req, row, req.draft_temperature, batch.traits.DRAFT_SEGMENT, True)
+            _scan_row(batch, req, row, req.draft_temperature, STEP, batch.traits.DRAFT_SEGMENT, True)
 
 
 @triton.jit
 @no_type_check
-def _scan_row(batch, req, row, t, SEGMENT: tl.constexpr, DRAFT: tl.constexpr):
-    """TILES tiles of a row; the next one is on its way while one is worked on."""
-    tile = tl.program_id(0) * batch.traits.TILES
-    x = _raw(batch, req, row, tile, tile >= 0, SEGMENT, DRAFT)
-    for n in range(0, batch.traits.TILES):
-        ahead = _raw(batch, req, row, tile + 1, n + 1 < batch.traits.TILES, SEGMENT, DRAFT)
-        y = _dressed(batch, req, row, tile, x, DRAFT)
+def _scan_row(batch, req, row, t, STEP: tl.constexpr, SEGMENT: tl.constexpr, DRAFT: tl.constexpr):
+    """TILES tiles of a row, step by step; the next step's logits are on their way while one's are worked on."""
+    STEPS: tl.constexpr = batch.traits.TILES * PER_TILE // STEP
+    SLICED: tl.constexpr = batch.traits.FILTERED or not DRAFT
+    line = law_row(batch, req, row)
+    slope = slope_of(1.0 / t)
+    begin = tl.program_id(0) * STEPS
+    x = _raw(batch, req, row, begin, begin >= 0, STEP, SEGMENT, DRAFT)
+    m = tl.full([PER_TILE // STEP, STEP], float("-inf"), tl.float32)
+    s = tl.zeros([PER_TILE // STEP, STEP], tl.float32)
+    for n in range(0, STEPS):
+        ahead = _raw(batch, req, row, begin + n + 1, n + 1 < STEPS, STEP, SEGMENT, DRAFT)
+        y = _dressed(batch, req, row, begin + n, x, STEP, DRAFT)
         if t > 0:
-            _sums(batch, law_row(batch, req, row), tile, y, 1.0 / t, batch.traits.FILTERED or not DRAFT)
+            top, mass = _sums(batch, line, begin + n, y, slope, STEP, SLICED)
         else:
-            _firsts(batch, law_row(batch, req, row), tile, y)
+            top, mass = _first(begin + n, y, STEP)
+        here = (tl.arange(0, PER_TILE // STEP) == (begin + n) % (PER_TILE // STEP))[:, None]
+        m, s = tl.where(here, top[None, :], m), tl.where(here, mass[None, :], s)
+        if (begin + n + 1) % (PER_TILE // STEP) == 0:
+            _write_tile(batch, line, (begin + n) * STEP // PER_TILE, m, s, slope, t > 0)
         x = ahead
-        tile += 1
 
 
 @triton.jit
 @no_type_check
-def _tokens(tile, SEGMENT: tl.constexpr):
-    """The tokens of a tile, [slices, parts of a slice, SEGMENT].
-
-    A segment is 128 bytes, a line of the memory. In this shape a few threads share a slice and hold much of it each,
-    and sums over slices hardly need to cross from thread to thread.
-    """
-    part = tl.arange(0, SLICE // SEGMENT)[None, :, None] * SEGMENT
-    slices = (tile * SLICES + tl.arange(0, SLICES))[:, None, None] * SLICE
-    return slices + part + tl.arange(0, SEGMENT)[None, None, :]
+def _lines(step, STEP: tl.constexpr):
+    """Where the slices of a step begin."""
+    return (step * STEP * PER_CHUNK + tl.arange(0, STEP * PER_CHUNK)) * SLICE
 
 
 @triton.jit
 @no_type_check
-def _raw(batch, req, row, tile, there, SEGMENT: tl.constexpr, DRAFT: tl.constexpr):
-    o = _tokens(tile, SEGMENT)
+def _raw(batch, req, row, step, there, STEP: tl.constexpr, SEGMENT: tl.constexpr, DRAFT: tl.constexpr):
+    """A step's logits as they are, [slices, SEGMENT, parts of a slice]."""
     if DRAFT:
-        at = draft_row(batch, req, row - batch.sizes.J)
-        x = tl.load(at + o, mask=o < tl.where(there, batch.sizes.R, 0), other=float("-inf"))
+        at, end = draft_row(batch, req, row - batch.sizes.J), batch.sizes.R
     else:
-        at = target_row(batch, req, row)
-        x = tl.load(at + o, mask=o < tl.where(there, batch.sizes.V, 0), other=float("-inf"))
-    return x
+        at, end = target_row(batch, req, row), batch.sizes.V
+    return whole_slices(at, _lines(step, STEP), tl.where(there, end, 0), SEGMENT)
 
 
 @triton.jit
 @no_type_check
-def _dressed(batch, req, row, tile, x, DRAFT: tl.constexpr):
+def _dressed(batch, req, row, step, x, STEP: tl.constexpr, DRAFT: tl.constexpr):
     """As float32, with edits and mask put in; where there may be any, a segment is a slice."""
     x = x.to(tl.float32)
     if batch.traits.EDITED or batch.traits.MASKED:
-        o = tl.reshape(_tokens(tile, SLICE), (SLICES, SLICE))
+        SLICES: tl.constexpr = STEP * PER_CHUNK
+        o = _lines(step, STEP)[:, None] + tl.arange(0, SLICE)[None, :]
         rows = row + tl.zeros([SLICES], tl.int32)
         x = tl.reshape(x, (SLICES, SLICE))
         if DRAFT:  # noqa: SIM108  (a conditional expression would compile both)
             x = dress_draft(batch, req, rows - batch.sizes.J, o, x)
         else:
             x = dress_target(batch, req, rows, o, x)
-        x = tl.reshape(x, (SLICES, 1, SLICE))
+        x = tl.reshape(x, (SLICES, SLICE, 1))
     return x
+
+
+@triton.jit
+@no_type_check
+def _sums(batch, line, step, x, slope, STEP: tl.constexpr, SLICED: tl.constexpr):
+    """Of the slices and chunks of a step, written down; of the step, returned."""
+    top = tl.max(tl.max(x, 2), 1)
+    offset = _finite(top) * slope
+    mass = tl.sum(tl.sum(near_exp2(tl.fma(x, slope, -offset[:, None, None])), 2), 1)
+    mass *= tl.exp2(tl.fma(-_finite(top), slope, offset))  # what the rounding of the offset took off
+    C = batch.sizes.C
+    if SLICED:
+        n = step * STEP * PER_CHUNK + tl.arange(0, STEP * PER_CHUNK)
+        _write(batch.slices + line * 2 * C * PER_CHUNK, C * PER_CHUNK, n, top, mass)
+    tops = tl.reshape(top, (STEP, PER_CHUNK))
+    m = tl.max(tops, 1)
+    s = tl.sum(tl.reshape(mass, (STEP, PER_CHUNK)) * power(tops - _finite(m)[:, None], slope), 1)
+    _write(batch.stats + line * 2 * C, C, step * STEP + tl.arange(0, STEP), m, s)
+    return m, s
+
+
+@triton.jit
+@no_type_check
+def _first(step, x, STEP: tl.constexpr):
+    """The largest logit of a step and the first token that has it, as if of each of its chunks."""
+    SEGMENT: tl.constexpr = x.shape[1]
+    part = tl.arange(0, SLICE // SEGMENT)[None, None, :] * SEGMENT
+    tokens = _lines(step, STEP)[:, None, None] + tl.arange(0, SEGMENT)[None, :, None] + part
+    m = tl.reduce(tl.reduce(tl.reduce(x, 2, _larger), 1, _larger), 0, _larger)
+    first = tl.min(tl.min(tl.min(tl.where(x == m, tokens, NO_TOKEN), 2), 1), 0)
+    nothing = tl.zeros([STEP], tl.float32)
+    return m + nothing, first.to(tl.float32) + nothing
 
 
 @triton.jit
@@ -104,37 +139,19 @@ def _larger(a, b):
 
 @triton.jit
 @no_type_check
-def _sums(batch, line, tile, x, scale, SLICED: tl.constexpr):
-    slope = slope_of(scale)
-    top = tl.max(tl.max(x, 1), 1)
-    mass = tl.sum(tl.sum(tl.exp2((x - _finite(top)[:, None, None]) * slope), 1), 1)
-    if SLICED:
-        n = batch.sizes.C * PER_CHUNK
-        _write(batch.slices + line * 2 * n, n, tile * SLICES + tl.arange(0, SLICES), top, mass)
-    tops = tl.reshape(top, (CHUNKS, PER_CHUNK))
-    m = tl.max(tops, 1)
-    s = tl.sum(tl.reshape(mass, (CHUNKS, PER_CHUNK)) * power(tops - _finite(m)[:, None], slope), 1)
-    C = batch.sizes.C
-    _write(batch.stats + line * 2 * C, C, tile * CHUNKS + tl.arange(0, CHUNKS), m, s)
-    m_tile = tl.max(m, 0)
-    _write_tile(batch, line, tile, m_tile, tl.sum(s * power(m - _finite(m_tile), slope), 0))
-
-
-@triton.jit
-@no_type_check
-def _firsts(batch, line, tile, x):
-    m = tl.reduce(tl.reduce(tl.reduce(x, 1, _larger), 1, _larger), 0, _larger)
-    first = tl.min(tl.min(tl.min(tl.where(x == m, _tokens(tile, x.shape[2]), NO_TOKEN), 1), 1), 0)
-    _write_tile(batch, line, tile, m, tl.where(m == m, first, -1).to(tl.float32))
-
-
-@triton.jit
-@no_type_check
-def _write_tile(batch, line, tile, m, s):
+def _write_tile(batch, line, tile, m, s, slope, warm):
+    """From the m and s of its chunks. They are added in pairs: a sum of two has one order only, whatever STEP is."""
+    m, s = tl.reshape(m, (PER_TILE,)), tl.reshape(s, (PER_TILE,))
+    top = tl.reduce(m, 0, _larger)
+    if warm:
+        pairs = tl.reshape(s * power(m - _finite(top), slope), (2, 2, PER_TILE // 4))
+        mass = tl.sum(tl.sum(tl.sum(pairs, 2), 1), 0)
+    else:
+        mass = tl.where(top == top, tl.min(tl.where(m == top, s, NO_TOKEN), 0), -1.0)
     count = batch.sizes.T
     if tile < count:
-        tl.store(batch.tiles + line * 2 * count + tile, m)
-        tl.store(batch.tiles + line * 2 * count + count + tile, s)
+        tl.store(batch.tiles + line * 2 * count + tile, top)
+        tl.store(batch.tiles + line * 2 * count + count + tile, mass)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
-"""Filters without a sort of the row: one program finds a law row's cutoff and puts its chunk sums right.
+"""Filters without a sort of the row: one program finds a law row's cutoff and puts its sums right.
 
 The scan has left the largest logit and the mass of every slice. They bound where the cutoff can be; only slices that
-reach the lower bound are read again (`draftproof.kernels.cutoff`), about one in twenty for a small k.
+reach the lower bound are read again, about one in twenty for a small k, and the few logits in them that reach it are
+sorted. A row in which they are many is left to `draftproof.kernels.deep`: what it takes would slow all others down.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -11,24 +12,30 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from draftproof.kernels.bounds import bound_count, bound_mass
-from draftproof.kernels.cutoff import Place, list_slices, masked_sums, search
+from draftproof.kernels.cutoff import Place, line_of_work, list_slices, masked_sums
 from draftproof.kernels.exponent import power, slope_of
 from draftproof.kernels.laws import line_of
 from draftproof.kernels.layout import (
     BASE,
     CUTOFF,
     DRAFT_SIDE,
+    FEW,
     FLOAT_COLUMNS,
     INT_COLUMNS,
     MASS,
     MIN_P,
     PER_CHUNK,
+    QUEUE,
+    QUEUED,
     TEMPERATURE,
     TOP_K,
     TOP_P,
 )
 from draftproof.kernels.numbers import plain_numbers
 from draftproof.kernels.request import law_row, request, wanted
+from draftproof.kernels.shortlist import cut, gather
+
+LISTED = tl.constexpr(256)  # slices that one program reads for one row
 
 
 class Filters(NamedTuple):
@@ -40,13 +47,23 @@ class Filters(NamedTuple):
     min_p: Any
 
 
+class Summary(NamedTuple):
+    """What the scan tells of a row: largest logit and mass by slice [NS], relative to the row's own; the totals."""
+
+    m: Any
+    mass: Any
+    peak: Any
+    total: Any
+    sound: Any
+
+
 @triton.jit
 @no_type_check
-def settle(batch):
-    """Twin: `filters.settle`. Grid: (J + K, B)."""
+def settle(batch, LINES: tl.constexpr):
+    """Twin: `filters.settle`. Grid: (J + K, B). LINES: slices read at a time."""
     row = tl.program_id(0)
     req = request(batch, tl.program_id(1).to(tl.int64))
-    filters = _filters(batch, req, row)
+    filters = filters_of(batch, req, row)
     if batch.traits.OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -57,12 +74,12 @@ def settle(batch):
             scale = 1.0 / filters.temperature + tl.zeros([1], tl.float64)
             plain_numbers(batch, line, line >= 0, scale, filters.temperature == 0)
         else:
-            _cut(batch, req, row, filters)
+            _settle_row(batch, req, row, filters, LINES)
 
 
 @triton.jit
 @no_type_check
-def _filters(batch, req, row):
+def filters_of(batch, req, row):
     side = tl.where(row < batch.sizes.J, 0, 1)
     floats = batch.floats + req.b * FLOAT_COLUMNS + side * DRAFT_SIDE
     k = tl.load(batch.ints + req.b * INT_COLUMNS + TOP_K + side).to(tl.int32)
@@ -74,34 +91,85 @@ def _filters(batch, req, row):
 
 @triton.jit
 @no_type_check
-def _cut(batch, req, row, filters):
-    """Twin: `filters._cut`."""
-    scale, k, top_p = 1.0 / filters.temperature, filters.k, filters.top_p
+def summary_of(batch, req, row, scale):
     count = batch.sizes.C * PER_CHUNK
     n = tl.arange(0, batch.traits.NS)
     slices = batch.slices + law_row(batch, req, row) * 2 * count + n
     m = tl.load(slices, mask=n < count, other=float("-inf"))
     s = tl.load(slices + count, mask=n < count, other=0.0)
     peak = tl.max(m, 0)
-    sound = (peak > float("-inf")) & (peak < float("inf")) & (tl.max((s != s).to(tl.int32), 0) == 0)
-    cutoff, kept = tl.zeros((), tl.float32), tl.zeros((), tl.float64) + float("nan")
-    if sound:
-        mass = s * power(m - peak, slope_of(scale))
-        total = tl.sum(mass.to(tl.float64), 0)
-        floor = tl.zeros((), tl.float32) + float("-inf")
-        if filters.min_p > 0:
-            floor = (peak.to(tl.float64) + tl.log(filters.min_p) / scale).to(tl.float32)
-        low, high = floor, tl.zeros((), tl.float32) + float("inf")
-        if k > 0:
-            low = bound_count(m, peak, k)  # top-p counts all of the k largest, those that min-p takes off too
-        elif top_p < 1:
-            goal = (top_p * total).to(tl.float32)
-            low, high = bound_mass(m, mass, peak, scale.to(tl.float32), goal)
-            low = tl.maximum(floor, low)
-        place = Place(row=row, count=list_slices(batch, req, row, m, low), peak=peak, scale=scale)
-        cutoff = tl.maximum(floor, search(batch, req, place, low, high, k, top_p, total))
-        kept = masked_sums(batch, req, place, cutoff)
+    mass = s * power(m - tl.where((peak > float("-inf")) & (peak < float("inf")), peak, 0.0), slope_of(scale))
+    total = tl.sum(mass.to(tl.float64), 0)
+    sound = (peak > float("-inf")) & (peak < float("inf")) & (total == total)
+    return Summary(m=m, mass=mass, peak=peak, total=total, sound=sound)
+
+
+@triton.jit
+@no_type_check
+def floor_of(filters, peak, scale):
+    """What min-p cuts off lies under this."""
+    floor = tl.zeros((), tl.float32) + float("-inf")
+    if filters.min_p > 0:
+        floor = (peak.to(tl.float64) + tl.log(filters.min_p) / scale).to(tl.float32)
+    return floor
+
+
+@triton.jit
+@no_type_check
+def bounds_of(filters, summary, floor, scale):
+    """Numbers between which the cutoff lies, the upper one not included."""
+    low, high = floor, tl.zeros((), tl.float32) + float("inf")
+    if filters.k > 0:
+        low = bound_count(summary.m, summary.peak, filters.k)  # top-p counts all k, those too that min-p takes off
+    elif filters.top_p < 1:
+        goal = (filters.top_p * summary.total).to(tl.float32)
+        low, high = bound_mass(summary.m, summary.mass, summary.peak, scale.to(tl.float32), goal)
+        low = tl.maximum(floor, low)
+    return low, high
+
+
+@triton.jit
+@no_type_check
+def write_settled(batch, req, row, cutoff, base, mass):
     line = line_of(batch, req, row)
     tl.store(line + CUTOFF, cutoff.to(tl.float64))
-    tl.store(line + BASE, scale * peak.to(tl.float64))
-    tl.store(line + MASS, kept)
+    tl.store(line + BASE, base)
+    tl.store(line + MASS, mass)
+
+
+@triton.jit
+@no_type_check
+def _settle_row(batch, req, row, filters, LINES: tl.constexpr):
+    """Twin: `filters._cut`, where few logits can be the cutoff."""
+    scale = 1.0 / filters.temperature
+    summary = summary_of(batch, req, row, scale)
+    if summary.sound:
+        floor = floor_of(filters, summary.peak, scale)
+        low, _high = bounds_of(filters, summary, floor, scale)
+        place = Place(row=row, count=list_slices(batch, req, row, summary.m, low), peak=summary.peak, scale=scale)
+        found, searched = tl.zeros((), tl.int32), (filters.k > 0) | (filters.top_p < 1)
+        if searched & (place.count <= LISTED):
+            found = gather(batch, req, place, low, float("inf"), LINES)
+        if (place.count <= LISTED) & (found <= FEW):
+            cutoff, kept = floor, tl.zeros((), tl.float64)
+            if searched:
+                goal = filters.top_p * summary.total
+                edge, _reached, kept = cut(batch, req, place, found, 0, 0.0, filters.k, filters.top_p, goal, floor)
+                cutoff = tl.maximum(floor, edge)
+            if (row < batch.sizes.J) | (not searched):
+                total = masked_sums(batch, req, place, cutoff, LINES)
+                kept = tl.where(searched, kept, total)
+            write_settled(batch, req, row, cutoff, scale * summary.peak.to(tl.float64), kept)
+        else:
+            _leave(batch, law_row(batch, req, row))
+    else:
+        nothing = tl.zeros((), tl.float64)
+        write_settled(batch, req, row, nothing, nothing, nothing + float("nan"))
+
+
+@triton.jit
+@no_type_check
+def _leave(batch, line):
+    """Put a row into the queue of `settle_deep`. In which place does not matter: rows know nothing of each other."""
+    n = tl.atomic_add(line_of_work(batch, 0) + QUEUED, 1.0)
+    tl.store(line_of_work(batch, n.to(tl.int64)) + QUEUE, line.to(tl.float32))

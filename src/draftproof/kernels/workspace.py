@@ -23,8 +23,11 @@ MOST_CHUNKS: Final = 512
 TRIALS_PLACES: Final = 3 * TRIALS + MOST_CHUNKS
 """Places a request has for its trials: three numbers each, and the running sums they are looked up in."""
 
-WORK: Final = 256
-"""Logits of a row that the search for its cutoff compares all with all."""
+FEW: Final = 256
+"""Logits of a row that the search for its cutoff sorts."""
+
+WORK: Final = FEW + 2
+"""Places a law row has for that search besides its list of slices; two serve the queue of rows that need more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,66 +4,26 @@ It knows slots, not tokens: who may look at which slot is the mask's business (m
 """
 
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin
 
+from draftproof.core.host import sent
 from draftproof.models import Cache
+from draftproof.models.graphs import Recordings
+from draftproof.models.slots import SlotLayer
+
+Lengths = npt.NDArray[np.int64]
 
 BUCKET = 256
 """Buffers grow by multiples of this many slots."""
 
-CUDA_REACH = 64
-"""On a GPU a pass looks at a multiple of this many slots, so that few different shapes occur."""
-
-
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers dispatches on this class
-    """One layer's keys and values, `[B, slots, heads, size]`: a row's tokens lie together, as `update` brings them."""
-
-    # A window is cut by the mask. The buffer keeps everything, or a rollback could not bring back what slid out.
-    is_sliding = False
-
-    def __init__(self, cache: "SlotCache") -> None:
-        super().__init__()
-        self.cache = cache
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = self._empty(key_states), self._empty(value_states)
-        self.is_initialized = True
-
-    def _empty(self, states: Tensor) -> Tensor:
-        # Zeros, not empty memory: a masked slot still meets a weight of zero, and zero times NaN is NaN.
-        B, heads, _, size = states.shape
-        return states.new_zeros(B, self.cache.capacity, heads, size)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write behind each row's length, return all slots this pass may look at, `[B, heads, reach, size]`."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        return self._write(self.keys, key_states), self._write(self.values, value_states)
-
-    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        buffer.flatten(0, 1).index_copy_(0, self.cache.slots, states.transpose(1, 2).flatten(0, 1))
-        return buffer[:, : self.cache.reach].transpose(1, 2)
-
-    def map(self, change: Any, *others: "SlotLayer") -> None:
-        """Replace both buffers by what `change` makes of them (and of the other layers' buffers)."""
-        if self.is_initialized:
-            self.keys = change(self.keys, *(other.keys for other in others))
-            self.values = change(self.values, *(other.values for other in others))
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.reach, 0
-
-    def get_seq_length(self) -> int:
-        return self.cache.bound
-
-    def get_max_length(self) -> int:
-        return -1
+CUDA_REACH = 256
+"""On a GPU a pass looks at a multiple of this many slots, so that few different shapes occur, and few are recorded."""
 
 
 class SlotCache:
@@ -78,14 +38,22 @@ class SlotCache:
         self.slots = torch.empty(0, dtype=torch.long, device=device)
         """Where the last pass wrote, in buffers flattened over rows and slots."""
         self._lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.bound = 0
-        """Never less than the longest row. The host must know how far to look, and asking the device in every round
-        would make it wait; so on a GPU this runs ahead of the truth and is corrected at bucket borders."""
+        self._known: Lengths | None = np.zeros(rows, dtype=np.int64)
+        """The lengths as the host knows them. None when it was not told: asking the device in every round would make it
+        wait, so that `_ahead` then runs ahead of the truth and is corrected at bucket borders."""
+        self._ahead = 0
+        self.recordings = Recordings()
+        """Passes over these buffers that can be replayed."""
         self.past = TransformersCache(layers=[SlotLayer(self) for _ in range(layers)])
 
     @property
     def layers(self) -> list[SlotLayer]:
         return self.past.layers  # type: ignore[no-any-return]
+
+    @property
+    def bound(self) -> int:
+        """Never less than the longest row: how far a pass must look."""
+        return self._ahead if self._known is None else int(self._known.max(initial=0))
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
@@ -96,11 +64,10 @@ class SlotCache:
     def lengths(self, lengths: Int[Tensor, " B"]) -> None:
         if lengths.shape != self._lengths.shape:
             raise ValueError(f"lengths {tuple(lengths.shape)} given for {len(self._lengths)} rows")
-        if lengths.device.type == "cpu":
-            longest = int(lengths.max()) if len(lengths) else 0
-            if longest > self.bound + self.width:
-                raise ValueError(f"lengths reach {longest}, but nothing was written behind {self.bound + self.width}")
-            self.bound = longest
+        known = _on_host(lengths)
+        if known is not None and known.max(initial=0) > self.bound + self.width:
+            raise ValueError(f"lengths reach {known.max()}, but nothing was written behind {self.bound + self.width}")
+        self._ahead, self._known = self.bound, known
         self._lengths = self._here(lengths)
 
     @property
@@ -113,8 +80,13 @@ class SlotCache:
     def open(self, width: int, limit: int | None = None) -> Int[Tensor, "B T"]:
         """Make room for `width` more tokens behind every row, and say at which slots they go. A row that already
         holds `limit` tokens is refused."""
-        if self.bound + width > self.capacity or (limit is not None and self.bound >= limit):
-            self.bound = int(self._lengths.max())
+        self.reserve(width, limit)
+        return self.place(self._lengths)
+
+    def reserve(self, width: int, limit: int | None = None) -> None:
+        """Make room for `width` more tokens behind every row: what the host has to do for a pass."""
+        if self._known is None and (self.bound + width > self.capacity or (limit is not None and self.bound >= limit)):
+            self._known = self._lengths.cpu().numpy()
         if limit is not None and self.bound >= limit:
             raise ValueError(
                 f"a row holds {self.bound} tokens, all of the model's {limit} positions: take it out first"
@@ -124,7 +96,10 @@ class SlotCache:
         self.width, self.reach = width, self.bound + width
         if self._lengths.device.type != "cpu":
             self.reach = min(_rounded(self.reach, CUDA_REACH), self.capacity)
-        slots = self._lengths[:, None] + torch.arange(width, device=self._lengths.device)
+
+    def place(self, lengths: Int[Tensor, " B"]) -> Int[Tensor, "B T"]:
+        """The slots behind these lengths, where the pass is to write: what the device has to do for it."""
+        slots = lengths[:, None] + torch.arange(self.width, device=lengths.device)
         self.slots = self._flat(slots).flatten()
         return slots
 
@@ -134,22 +109,22 @@ class SlotCache:
 
         Counts that lie on the host keep the host's knowledge of the lengths exact without asking the device.
         """
-        on_host = counts.device.type == "cpu"
-        if on_host and len(counts) and not 0 <= int(counts.min()) <= int(counts.max()) <= self.width:
+        known = _on_host(counts)
+        if known is not None and len(known) and not 0 <= known.min() <= known.max() <= self.width:
             raise ValueError(f"counts {counts.tolist()} must lie within the last pass's {self.width} tokens")
         here = self._here(counts)
         if path is not None:
             self._gather(here, self._here(path))
         self._lengths = self._lengths + here
-        self.bound += int(counts.max()) if on_host and len(counts) else self.width
-        self._tighten()
+        self._ahead = self.bound + (self.width if known is None else int(known.max(initial=0)))
+        self._known = None if known is None or self._known is None else self._known + known
 
     def take(self, rows: Sequence[int]) -> "SlotCache":
         """A cache of these rows, in this order."""
-        index = torch.tensor(rows, dtype=torch.long, device=self._lengths.device)
+        index = sent(list(rows), self._lengths.device)
         taken = self._like(len(rows), self.capacity)
-        taken._lengths, taken.bound = self._lengths[index], self.bound
-        taken._tighten()
+        taken._lengths, taken._ahead = self._lengths[index], self.bound
+        taken._known = None if self._known is None else self._known[list(rows)]
         for new, old in zip(taken.layers, self.layers, strict=True):
             if old.is_initialized:
                 new.keys, new.values, new.is_initialized = old.keys[index], old.values[index], True
@@ -162,7 +137,9 @@ class SlotCache:
         capacity = max(self.capacity, other.capacity)
         joined = self._like(len(self._lengths) + len(other._lengths), capacity)
         joined._lengths = torch.cat([self._lengths, other._lengths])
-        joined.bound = max(self.bound, other.bound)
+        joined._ahead = max(self.bound, other.bound)
+        known = [part for part in (self._known, other._known) if part is not None]
+        joined._known = np.concatenate(known) if len(known) == 2 else None
         for new, mine, theirs in zip(joined.layers, self.layers, other.layers, strict=True):
             if mine.is_initialized or theirs.is_initialized:
                 new.keys = _stacked(mine.keys, theirs.keys, joined, len(self._lengths))
@@ -173,15 +150,11 @@ class SlotCache:
     def window(self, rows: slice, length: int) -> "SlotCache":
         """These rows, all of them `length` long, on the same memory: what is written there is written here."""
         view = self._like(len(self._lengths[rows]), self.capacity)
-        view._lengths, view.bound = self._lengths[rows], length
+        view._lengths = self._lengths[rows]
+        view._known = np.full(len(view._lengths), length, dtype=np.int64)
         for new, old in zip(view.layers, self.layers, strict=True):
             new.keys, new.values, new.is_initialized = old.keys[rows], old.values[rows], True
         return view
-
-    def _tighten(self) -> None:
-        """On the CPU the truth costs nothing."""
-        if self._lengths.device.type == "cpu":
-            self.bound = int(self._lengths.max()) if len(self._lengths) else 0
 
     def _like(self, rows: int, capacity: int) -> "SlotCache":
         return SlotCache(len(self.layers), rows, capacity, self._lengths.device)
@@ -217,6 +190,7 @@ class SlotCache:
         capacity = _rounded(max(needed, self.capacity * 5 // 4), BUCKET)
         for layer in self.layers:
             layer.map(lambda buffer: _padded(buffer, capacity))
+        self.recordings.forget()
         self.capacity = capacity
 
 
@@ -224,6 +198,11 @@ def released(tensor: Tensor) -> Tensor:
     """What a pass returns, as an ordinary tensor. Buffers and passes live in inference mode, which saves a tenth of a
     pass on a CPU; callers outside of it could not write to such a tensor."""
     return tensor if torch.is_inference_mode_enabled() else tensor.clone()
+
+
+def _on_host(numbers: Int[Tensor, " B"]) -> Lengths | None:
+    """These numbers where the host can look at them; None where it would have to wait."""
+    return numbers.numpy().astype(np.int64) if numbers.device.type == "cpu" else None
 
 
 def _rounded(slots: int, to: int) -> int:

@@ -1,6 +1,7 @@
 """Any Hugging Face causal language model, served over a slot cache."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from draftproof.models.door import (
     head_size,
     refuse_at_the_door,
 )
+from draftproof.models.graphs import WIDEST, Recorder
 from draftproof.models.masks import View, additive, chain, tree
 from draftproof.models.probe import TRIED, probe
 from draftproof.models.shadow import attentive, shortened
@@ -33,12 +35,14 @@ class HFModel:
     The object passed in is never altered: a structural copy that shares its weights is run (shadow.py). Move it to its
     device and call `eval()` before; training mode is refused. Positions past `max_length` belong to padding only.
     Families that our tests do not cover are tried on a few tokens first (probe.py), and refused where they differ.
+    On a GPU short passes are recorded and replayed, unless `graphs` is False.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, graphs: bool = True) -> None:
         if model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} has an encoder: use EncoderDecoder (models/encdec.py)")
         refuse_at_the_door(model)
+        self.recorder = Recorder(None if graphs else "switched off")
         self._net = attentive(model)
         self._config = decoder_config(self._net)
         self._bias = alibi.take_over(self._net)
@@ -67,7 +71,7 @@ class HFModel:
     def first_layers(self, count: int) -> "HFModel":
         """This model's first `count` layers, its norm and its head, on the same weights: a drafter that costs no
         memory. Its cache is its own."""
-        return HFModel(shortened(self._net, count))
+        return HFModel(shortened(self._net, count), graphs=self.recorder.refusal is None)
 
     def __call__(
         self,
@@ -84,18 +88,32 @@ class HFModel:
         check_pass(tokens, parents, scored, len(cache.lengths))
         check_layers(layers, self._config.num_hidden_layers)
         with torch.inference_mode():
-            out = self._pass(tokens, cache, parents, scored or 0, bool(layers))
+            cache.reserve(tokens.shape[1], self._max_length)
+            if parents is None and scored is None and not layers and self._recorded(tokens, cache):
+                body = partial(self._logits, cache=cache)
+                logits = self.recorder.run(body, tokens, cache.lengths, cache.reach, cache.recordings)
+                return Forward(released(logits))
+            out = self._pass(tokens, cache.lengths, cache, parents, scored or 0, bool(layers))
         return Forward(released(out.logits), tuple(released(out.hidden_states[layer]) for layer in layers))
+
+    def _recorded(self, tokens: Int[Tensor, "B T"], cache: SlotCache) -> bool:
+        """Whether this is a pass worth recording: a short one, on a GPU, behind a text."""
+        return tokens.is_cuda and tokens.shape[1] <= WIDEST and cache.bound > 0
+
+    def _logits(self, tokens: Int[Tensor, "B T"], lengths: Int[Tensor, " B"], *, cache: SlotCache) -> Tensor:
+        logits: Tensor = self._pass(tokens, lengths, cache, None, 0, False).logits
+        return logits
 
     def _pass(
         self,
         tokens: Int[Tensor, "B T"],
+        lengths: Int[Tensor, " B"],
         cache: SlotCache,
         parents: Int[Tensor, "B K"] | None,
         scored: int,
         hidden: bool,
     ) -> Any:
-        slots = cache.open(tokens.shape[1], self._max_length)
+        slots = cache.place(lengths)
         view = chain(slots, cache.reach) if parents is None else tree(slots, cache.reach, parents)
         plain = cache.plain and parents is None and self._config._attn_implementation == NAME
         return self._net(

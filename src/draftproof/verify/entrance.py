@@ -1,20 +1,34 @@
 """The entrance for other people's engines: raw logits in, verdict out, and nothing assumed silently."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftproof.core.law import Law, Vocab
+from draftproof import kernels
+from draftproof.core.law import Vocab
 from draftproof.core.noise import Noise
 from draftproof.core.sampling import Sampling, warp
-from draftproof.core.types import Draft, History, Verdict
+from draftproof.core.types import PAD, Draft, History, Verdict
 from draftproof.verify import Verifier, resolve
 from draftproof.verify.chain import real
+from draftproof.verify.checks import (
+    Samplings,
+    check_drawn,
+    check_law,
+    check_lengths,
+    check_same_shape,
+    check_shapes,
+    check_tokens,
+    lengths_of,
+    noise_of,
+    samplings_of,
+)
 from draftproof.verify.tree import check_parents
 
-Samplings = Sampling | Sequence[Sampling]
 Histories = Sequence[History | tuple[Sequence[int] | Tensor, Sequence[int] | Tensor]]
 
 
@@ -67,139 +81,99 @@ def verify(
     >>> for row, kept in zip(verdict.tokens, verdict.accepted):
     ...     new_tokens = row[: kept + 1]                          # append these, and go on
     """
-    B, K, V = _check_shapes(target_logits, draft_tokens, draft_logits, draft_ids)
-    samplings = _samplings("sampling", sampling, B)
+    B, K, V = check_shapes(target_logits, draft_tokens, draft_logits, draft_ids)
+    samplings = samplings_of("sampling", sampling, B)
     if draft_logits is not None and draft_sampling is None and not all(s.neutral for s in samplings):
         raise ValueError(
             "draft_sampling must say how the draft's tokens were drawn: sampling is not plain softmax, and the "
             "law of a drawn token cannot be guessed. Pass draft_sampling=sampling if both use the same"
         )
-    lengths = _lengths(draft_lengths, draft_tokens)
-    chosen = Draft(draft_tokens, lengths, parents=parents)
-    _check_tokens(chosen, V)
-    _check_same_shape("allowed", allowed, (B, K + 1, V))
-    _check_same_shape("parents", parents, (B, K))
-    check_parents(chosen)
-    seen = None if history is None else [History(*row) for row in history]  # type: ignore[arg-type]
-    p = warp(target_logits, samplings, seen, chosen, allowed)
-    _check_law("target_logits", p, allowed, torch.ones_like(p.lse, dtype=torch.bool))
-    draft = chosen
-    if draft_logits is not None:
-        vocab = None if draft_ids is None else Vocab.of(draft_ids, V)
-        q = warp(draft_logits, _samplings("draft_sampling", draft_sampling, B), seen, chosen, vocab=vocab)
-        _check_law("draft_logits", q, None, real(chosen))
-        draft = Draft(draft_tokens, lengths, q, parents=parents)
-        _check_drawn(draft, q)
-    return resolve(rule)(p, draft, _noise(seeds, positions, samplings, target_logits.device))
+    given = _Given(
+        target_logits,
+        draft_tokens,
+        draft_logits,
+        lengths_of(draft_lengths, draft_tokens),
+        samplings,
+        samplings_of("draft_sampling", draft_sampling, B),
+        None if history is None else [History(*row) for row in history],  # type: ignore[arg-type]
+        allowed,
+        parents,
+        None if draft_logits is None else draft_ids,
+        cache(partial(noise_of, seeds, positions, samplings, target_logits.device)),
+    )
+    check_same_shape("allowed", allowed, (B, K + 1, V))
+    check_same_shape("parents", parents, (B, K))
+    found = _by_kernels(given, rule)
+    return _by_reference(given, resolve(rule)) if found is None else found
 
 
-def _check_shapes(
-    target_logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None, draft_ids: Tensor | None
-) -> tuple[int, int, int]:
-    if target_logits.ndim != 3 or draft_tokens.ndim != 2:
-        raise ValueError(
-            "target_logits must be [B, K + 1, V] and draft_tokens [B, K]; got "
-            f"{list(target_logits.shape)} and {list(draft_tokens.shape)}"
-        )
-    (B, J, V), K = target_logits.shape, draft_tokens.shape[1]
-    if len(draft_tokens) != B or K + 1 != J:
-        raise ValueError(
-            f"target_logits {list(target_logits.shape)} score {J} positions of {B} rows; draft_tokens "
-            f"{list(draft_tokens.shape)} need {K + 1} positions (one more than tokens) of {len(draft_tokens)} rows"
-        )
-    if draft_logits is not None:
-        R = V if draft_ids is None else len(draft_ids)
-        if draft_logits.shape[:2] != (B, K) or (draft_ids is not None and draft_logits.shape[-1] != R):
-            raise ValueError(f"draft_logits must be [{B}, {K}, {R}]; got {list(draft_logits.shape)}")
-        if draft_logits.shape[-1] != R:
-            raise ValueError(
-                f"draft_logits are over {draft_logits.shape[-1]} tokens, target_logits over {V}. Where the draft "
-                "vocabulary is part of the target's, say which: draft_ids=torch.arange(R) if it is its beginning"
-            )
-    return B, K, V
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A call of `verify`, its shapes checked and its values not yet."""
+
+    target: Tensor
+    tokens: Tensor
+    draft: Tensor | None
+    lengths: Tensor
+    samplings: list[Sampling]
+    drafts: list[Sampling]
+    seen: list[History] | None
+    allowed: Tensor | None
+    parents: Tensor | None
+    draft_ids: Tensor | None
+    noise: Callable[[], Noise]
+    """Drawn when all else is known to be right: a call that is refused leaves torch's generator as it was."""
 
 
-def _check_same_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
-    if tensor is not None and tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must be {list(shape)}; got {list(tensor.shape)}")
+def _by_kernels(given: _Given, rule: str | Verifier) -> Verdict | None:
+    """The verdict in one wait; None where kernels do not serve the call, or find a fault that the reference can name.
+
+    They serve rules by name: who passes a function of his own, or of ours, has that function run.
+    """
+    if given.parents is not None or not kernels.serves(given.target, given.tokens, rule, given.draft):
+        return None
+    K, V = given.tokens.shape[1], given.target.shape[-1]
+    tokens, lengths = given.tokens.long().contiguous(), given.lengths.clamp(0, K)
+    drafts, noise = None if given.draft is None else given.drafts, given.noise()
+    vocab = None if given.draft_ids is None else _unchecked(given.draft_ids, V)
+    rows = kernels.verify_rows(
+        given.target,
+        tokens,
+        given.draft,
+        rule=str(rule),
+        parameters=kernels.Parameters.of(
+            given.samplings, given.drafts, seeds=noise.seeds, positions=noise.starts, lengths=lengths
+        ),
+        edits=kernels.Edits.of(given.samplings, drafts, given.seen, tokens, lengths, V, vocab),
+        allowed=None if given.allowed is None else kernels.pack(given.allowed),
+        draft_entries=None if vocab is None else vocab.entry,
+    )
+    wrong = (rows.faults != 0) | (lengths != given.lengths)
+    if vocab is not None and given.draft_ids is not None:
+        twice = vocab.entry[vocab.ids] != torch.arange(len(vocab.ids), device=wrong.device)
+        wrong = torch.cat([wrong, twice, vocab.ids.not_equal(given.draft_ids)])
+    return None if bool(wrong.any()) else Verdict(rows.tokens, rows.accepted)
 
 
-def _samplings(name: str, given: Samplings | None, B: int) -> list[Sampling]:
-    if given is None or isinstance(given, Sampling):
-        return [given or Sampling()] * B
-    if len(given) != B:
-        raise ValueError(f"{name} must be one Sampling, or one for each of {B} rows; got {len(given)}")
-    return list(given)
+def _unchecked(draft_ids: Int[Tensor, " R"], V: int) -> Vocab:
+    """`Vocab.of` without a look at the ids: a clamped one, or two of the same, show when all is looked at together."""
+    ids = draft_ids.long().clamp(0, V - 1)
+    entry = torch.full((V,), PAD, dtype=torch.long, device=ids.device)
+    return Vocab(ids, entry.scatter_(0, ids, torch.arange(len(ids), device=ids.device)))
 
 
-def _lengths(given: Tensor | None, draft_tokens: Tensor) -> Int[Tensor, " B"]:
-    B, K = draft_tokens.shape
-    if given is None:
-        return torch.full((B,), K, dtype=torch.long, device=draft_tokens.device)
-    _check_same_shape("draft_lengths", given, (B,))
-    if bool(((given < 0) | (given > K)).any()):
-        raise ValueError(f"draft_lengths must lie in [0, {K}]; got {given.tolist()}")
-    return given.long()
-
-
-def _check_tokens(draft: Draft, V: int) -> None:
-    wrong = ((draft.tokens < 0) | (draft.tokens >= V)) & real(draft)
-    if bool(wrong.any()):
-        b, i = wrong.nonzero()[0].tolist()
-        raise ValueError(f"draft_tokens[{b}, {i}] is {int(draft.tokens[b, i])}; the vocabulary is [0, {V})")
-
-
-def _check_law(name: str, law: Law, allowed: Tensor | None, where: Bool[Tensor, "B J"]) -> None:
-    wrong = law.lse.isnan() & where
-    if bool(wrong.any()):
-        b, j = wrong.nonzero()[0].tolist()
-        row = law.logits[b, j]
-        if bool(row.isnan().any()):
-            what = "has NaN in it"
-        elif bool((row == torch.inf).any()):
-            what = "has +inf in it"
-        elif allowed is not None and not bool(allowed[b, j].any()):
-            what = "has no allowed token: allowed is False everywhere"
-        else:
-            what = "leaves no token possible: all its logits are -inf once bias and mask are applied"
-        raise ValueError(f"{name}[{b}, {j}] {what}")
-
-
-def _check_drawn(draft: Draft, q: Law) -> None:
-    impossible = torch.isneginf(q.log_prob(draft.tokens)) & real(draft)
-    if bool(impossible.any()):
-        b, i = impossible.nonzero()[0].tolist()
-        raise ValueError(
-            f"draft_tokens[{b}, {i}] = {int(draft.tokens[b, i])} has probability 0 under draft_logits with "
-            "draft_sampling: it was not drawn from that law. Pass the law it was drawn from, or no draft_logits if "
-            "it was chosen"
-        )
-
-
-def _noise(
-    seeds: Tensor | int | None,
-    positions: Tensor | int | None,
-    samplings: Sequence[Sampling],
-    device: torch.device,
-) -> Noise:
-    B = len(samplings)
-    seeded = seeds is not None or any(s.seed is not None for s in samplings)
-    if positions is None and seeded:
-        raise ValueError(
-            "positions must be given with seeds: the index of the first token this call emits in each row, prompt "
-            "counted. Without it every round would throw the same coins again"
-        )
-    if seeds is None:
-        fresh = torch.randint(2**62, (B,)).tolist()
-        seeds = torch.tensor([f if s.seed is None else s.seed for s, f in zip(samplings, fresh, strict=True)])
-    positions = 0 if positions is None else positions
-    return Noise(_column("seeds", seeds, B, device), _column("positions", positions, B, device))
-
-
-def _column(name: str, value: Tensor | int, B: int, device: torch.device) -> Int[Tensor, " B"]:
-    if isinstance(value, int):
-        if name == "seeds" and B > 1:
-            raise ValueError(f"seeds must be one for each of {B} rows: rows that share a seed share their coins")
-        return torch.full((B,), value, dtype=torch.long, device=device)
-    _check_same_shape(name, value, (B,))
-    return value.to(device=device, dtype=torch.long)
+def _by_reference(given: _Given, verifier: Verifier) -> Verdict:
+    """Look at every value, say what is wrong with it, and judge."""
+    check_lengths(given.lengths, given.tokens.shape[1])
+    draft = Draft(given.tokens, given.lengths, parents=given.parents)
+    check_tokens(draft, given.target.shape[-1])
+    check_parents(draft)
+    p = warp(given.target, given.samplings, given.seen, draft, given.allowed)
+    check_law("target_logits", p, given.allowed, torch.ones_like(p.lse, dtype=torch.bool))
+    if given.draft is not None:
+        vocab = None if given.draft_ids is None else Vocab.of(given.draft_ids, given.target.shape[-1])
+        q = warp(given.draft, given.drafts, given.seen, draft, vocab=vocab)
+        check_law("draft_logits", q, None, real(draft))
+        draft = Draft(given.tokens, given.lengths, q, parents=given.parents)
+        check_drawn(draft, q)
+    return verifier(p, draft, given.noise())

@@ -1,0 +1,187 @@
+"""What an audit finds, how soon, and what it costs: the bundled model on a CPU, and toys.
+
+    python benchmarks/audit.py [--out benchmarks/results/audit.json]
+
+Skipped residual   the engine with `lossy.unadjusted` and an early-exit drafter, audited until it is refuted.
+Mixture            2 % of all tokens from the drafter, one far from the target and one near it. 150,000 tokens take more
+                   than an hour to decode here, so they are drawn from (1 − ε)·p + ε·q at positions of real texts, each
+                   position many times: the bets see the same laws. Only the bet on the drafter's law is placed and all
+                   the others count as lost: a lower bound of the evidence.
+Cost               teacher forcing and bets over decoding one prompt at a time, in alternation.
+Toys               tokens a minute of a whole audit, decoding included, and of the audit alone.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import draftproof as dp
+from draftproof.audit.asked import Asked
+from draftproof.audit.bets import Bettor
+from draftproof.audit.betting import Betting
+from draftproof.audit.examine import audit
+from draftproof.audit.positions import Positions, Text
+from draftproof.audit.teacher import Teacher
+from draftproof.audit.wealth import STRENGTHS
+from draftproof.bench import prompts
+from draftproof.models.text import encode
+from draftproof.models.toy import Toy
+
+HERE = Path(__file__).parent
+ALPHA = 1e-6
+LAYERS = 28
+"""Of the model's 30: a drafter that is kept often enough to matter, and rejected often enough to err."""
+NOISE = 1.0
+"""In the logits of a drafter near the target: it keeps two tokens in three."""
+REPEATS = 200
+"""Draws at each position of a text."""
+WARM = dp.Sampling(temperature=0.8, top_p=0.95)
+
+
+def asked_prompts(engine: dp.Engine, of_each_kind: int) -> list[list[int]]:
+    return [encode(p.prompt, engine.tokenizer) for p in prompts.pick(prompts.read(), limit=of_each_kind)]
+
+
+def show(c: dp.Certificate) -> None:
+    print(f"  {c.tokens} tokens, log evidence {c.log_evidence:.1f} of {c.threshold:.1f}", flush=True)
+
+
+def skipped_residual(plain: dp.Engine) -> dict[str, Any]:
+    """Tokens until a skipped residual is refuted; sampling at temperature 1."""
+    wrong = dp.load(
+        plain.hf, f"early-exit:{LAYERS}", rule=dp.lossy.unadjusted, num_draft_tokens=3, tokenizer=plain.tokenizer
+    )
+    drafter = plain.model.first_layers(LAYERS)
+    how = {"sampling": dp.Sampling(), "drafter": drafter, "max_tokens": 4_000, "length": 32, "batch": 4}
+    found = audit(wrong, plain.hf, asked_prompts(plain, 1), **how, watch=show)
+    return {"verdict": found.verdict, "tokens": found.found_at, "found_by": found.found_by}
+
+
+def mixtures(plain: dp.Engine, share: float, most: int) -> dict[str, Any]:
+    """Tokens until a mixture with a drafter is refuted, by draws at positions of texts the model said."""
+    teacher, drafter = Teacher(plain.hf), Teacher(plain.model.first_layers(LAYERS))
+    bettor = Bettor(dp.Sampling(), teacher.tolerance(dp.Sampling()), drafter, traced=True)
+    numbers = torch.Generator().manual_seed(0)
+    ratios: dict[str, list[torch.Tensor]] = {
+        f"early-exit:{LAYERS}": [],
+        f"the target with noise {NOISE} in its logits": [],
+    }
+    bets = 0
+    for i, prompt in enumerate(asked_prompts(plain, 2)):
+        said = plain.decode([prompt], dp.Sampling(), max_tokens=64, seeds=[i])[0]
+        laws = teacher.laws(Positions.of([Text(tuple(prompt), tuple(said.tokens), said.rounds)]), dp.Sampling())
+        log_q = bettor.drafter_law(laws)
+        bets = bets or len(bettor.tickets(laws, log_q))
+        near = (laws.log_p + NOISE * torch.randn(laws.log_p.shape, generator=numbers)).log_softmax(-1)
+        for kept, law in zip(ratios.values(), (log_q, near), strict=True):
+            mixed = (1 - share) * laws.p + share * law.exp()
+            drawn = mixed.multinomial(REPEATS, replacement=True, generator=numbers)  # [T, REPEATS]
+            kept.append((law.gather(1, drawn) - laws.log_p.gather(1, drawn)).double().exp().flatten())
+    made = {name: _refuted(torch.cat(kept), bets, bettor.tolerance, most, numbers) for name, kept in ratios.items()}
+    return {"share": share, "simulated": True, "bets_counted": bets, "tokens": made}
+
+
+def _refuted(ratio: torch.Tensor, bets: int, tolerance: float, most: int, numbers: torch.Generator) -> int | None:
+    """After how many of these draws, in random order, one bet among so many has won."""
+    ratio = ratio[torch.randperm(len(ratio), generator=numbers)[:most]]
+    shares = torch.tensor(STRENGTHS, dtype=torch.float64)
+    paths = (torch.log1p(shares * (ratio[:, None] - 1)) - torch.log1p(shares * tolerance)).cumsum(0)
+    evidence = paths.logsumexp(-1) - math.log(bets * len(STRENGTHS))
+    over = (evidence >= -math.log(ALPHA)).nonzero()
+    return int(over[0]) + 1 if len(over) else None
+
+
+def cost(plain: dp.Engine, name: str, drafter: str, sampling: dp.Sampling, texts: int) -> dict[str, float]:
+    """Seconds of the audit over seconds of decoding, text by text."""
+    engine = dp.load(plain.hf, drafter, tokenizer=plain.tokenizer)
+    teacher = Teacher(plain.hf)
+    law = Teacher(plain.model.first_layers(LAYERS)) if drafter.startswith("early") else None
+    asked = Asked(((0,),), sampling, ALPHA, 0.02, 1, 64, 1, 0, "bets")
+    betting = Betting(teacher, Bettor(sampling, teacher.tolerance(sampling), law), asked, ALPHA)
+    ratios, decoding = [], []
+    for i, prompt in enumerate(asked_prompts(plain, 1)[:texts]):
+        start = time.perf_counter()
+        said = engine.decode([prompt], sampling, max_tokens=64, seeds=[i])[0]
+        middle = time.perf_counter()
+        betting.look([Text(tuple(prompt), tuple(said.tokens), said.rounds)])
+        ratios.append((time.perf_counter() - middle) / (middle - start))
+        decoding.append((middle - start) / len(said.tokens))
+    made = {
+        "audit_over_decoding": statistics.median(ratios),
+        "highest": max(ratios),
+        "decoding_ms_a_token": 1e3 * statistics.median(decoding),
+    }
+    print(f"  {name}: {made['audit_over_decoding']:.2f} (at most {made['highest']:.2f})", flush=True)
+    return made
+
+
+class Tape:
+    """Decodes each batch of seeds once, and from then on repeats it: what is left is the audit's own time."""
+
+    def __init__(self, engine: dp.Engine, different: int) -> None:
+        self.engine, self.different, self.kept = engine, different, {}
+
+    def decode(self, prompts: Any, sampling: dp.Sampling, *, max_tokens: int, seeds: Any) -> Any:
+        key = seeds[0] % self.different
+        if key not in self.kept:
+            self.kept[key] = self.engine.decode(prompts, sampling, max_tokens=max_tokens, seeds=seeds)
+        return self.kept[key]
+
+
+def toys() -> dict[str, float]:
+    """Tokens a minute: a vocabulary of 8, a model drafter, block verification."""
+    target = Toy.random(8, order=2, seed=1)
+    noise = torch.randn(target.table.shape, generator=torch.Generator().manual_seed(2))
+    draft = Toy(target.table + 0.8 * noise)
+    engine = dp.load(target, dp.load(draft, None).model, num_draft_tokens=3, max_batch=4096)
+    how = {"sampling": dp.Sampling(), "drafter": draft, "batch": 4096, "length": 16, "bias": 0.005}
+    speeds = {}
+    for name, decoder, most in (
+        ("with decoding", engine, 300_000),
+        ("audit alone", Tape(engine, 4096), 1_000_000),
+    ):
+        audit(decoder, target, [[0, 1]], **how, max_tokens=1)  # warm
+        start = time.perf_counter()
+        found = audit(decoder, target, [[0, 1]], **how, max_tokens=most)
+        speeds[f"tokens a minute, {name}"] = 60 * found.tokens / (time.perf_counter() - start)
+        print(f"  {name}: {speeds[f'tokens a minute, {name}']:,.0f} tokens a minute", flush=True)
+    return speeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "audit.json")
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "command": "python benchmarks/audit.py",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "threads": torch.get_num_threads(),
+        "alpha": ALPHA,
+    }
+    print("toys", flush=True)
+    result["toys"] = toys()
+    plain = dp.load(drafter=None)
+    print("cost of the audit over decoding, one prompt at a time", flush=True)
+    result["cost"] = {
+        "ngram, temperature 0.8, top-p 0.95": cost(plain, "ngram, warm", "ngram", WARM, 6),
+        "ngram, temperature 1": cost(plain, "ngram, plain", "ngram", dp.Sampling(), 6),
+        f"early-exit:{LAYERS}, temperature 1": cost(plain, "early exit", f"early-exit:{LAYERS}", dp.Sampling(), 3),
+    }
+    print("skipped residual", flush=True)
+    result["skipped_residual"] = skipped_residual(plain)
+    print(" ", result["skipped_residual"], "\nmixture of 2 %", flush=True)
+    result["mixture"] = mixtures(plain, 0.02, 150_000)
+    print(" ", result["mixture"], flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Train the head that is shipped, on a machine with a GPU and no network: the model's file travels in two halves.
+
+    split -n 2 SmolLM2-135M-Instruct.Q4_1.gguf build/model/part-        # here: halves under build/, which git ignores
+    PYTHONPATH=src python3 benchmarks/train_on_gpu.py --minutes 10.5 --out DIR --until $(($(date +%s) + 570))   # there
+
+Joins the halves, converts them, trains (`draftproof train`), counts tokens for each pass (benchmarks/head.py), and
+copies head, figures and counts to DIR. A command that ends early, or is ended, goes on when it is given again.
+"""
+
+import argparse
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from draftproof.models import bundled
+from draftproof.models.convert import convert
+from draftproof.models.wheel import sha256
+from draftproof.train.budget import PausedError
+from draftproof.train.plan import Plan
+from draftproof.train.report import table
+from draftproof.train.study import Progress
+from draftproof.train.train import Watch, train
+
+START = time.monotonic()
+STARTING_SECONDS = 20.0
+SHORTEST_COUNT, LONGEST_COUNT = 45.0, 160.0
+"""Seconds."""
+
+TOLD = ("head.safetensors", "head.json", "figures.json", "acceptance.png", "passes.json")
+SAY_SECONDS = 10.0
+
+
+def say(line: str) -> None:
+    print(f"[{time.monotonic() - START:6.1f} s] {line}", flush=True)
+
+
+def target(halves: Path, folder: Path) -> Path:
+    """The bundled model as a folder that transformers reads, made of the halves of its file."""
+    if folder.exists():
+        return folder
+    whole = halves / "whole.gguf"
+    with whole.open("wb") as file:
+        for part in sorted(halves.glob("part-*")):
+            file.write(part.read_bytes())
+    found = sha256(whole)
+    if found != bundled.SOURCE.sha256:
+        raise SystemExit(
+            f"{halves} holds {found}, not the bundled model {bundled.SOURCE.sha256}: are both halves there?"
+        )
+    unfinished = folder.with_suffix(".part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    convert(whole, unfinished, lambda done, total: None)
+    unfinished.rename(folder)
+    return folder
+
+
+def watch() -> Watch:
+    told = {"": -SAY_SECONDS}
+
+    def rarely(stage: str, line: str) -> None:
+        if time.monotonic() - told.get(stage, -SAY_SECONDS) >= SAY_SECONDS:
+            told[stage] = time.monotonic()
+            say(line)
+
+    def progress(now: Progress) -> None:
+        accepted = " ".join(f"{value:.3f}" for value in now.accepted)
+        rarely("training", f"training {now.share:.0%}, step {now.steps}, loss {now.loss:.3f}, accepted {accepted}")
+
+    return Watch(lambda stage, share: rarely(stage, f"{stage} {share:.0%}"), progress, say)
+
+
+def count(model: Path, head: Path, device: str, seconds: float) -> None:
+    """Tokens for each pass, by the benchmark itself: a process of its own, and seven cells."""
+    options = ["--only-passes", "--device", device, "--target", str(model), "--head", str(head)]
+    options += ["--seconds-a-cell", f"{(seconds - STARTING_SECONDS) / 7:.1f}", "--out", str(head / "passes.json")]
+    subprocess.run([sys.executable, str(Path(__file__).with_name("head.py")), *options], check=False)
+
+
+def tell(head: Path, out: Path) -> None:
+    """Copy what there is."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in TOLD:
+        if (head / name).exists():
+            shutil.copy(head / name, out / name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, default=Path("build/smollm2"), help="made of the halves if missing")
+    parser.add_argument("--halves", type=Path, default=Path("build/model"))
+    parser.add_argument("--head", type=Path, default=Path("build/head"))
+    parser.add_argument("--minutes", type=float, default=10.5, help="for data, training and evaluation, all commands")
+    parser.add_argument("--until", type=float, default=math.inf, help="this command must be over then, as date +%%s")
+    parser.add_argument("--length", type=int, default=640)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    model = target(options.halves, options.model)
+    say(f"target in {model}")
+    plan = Plan(
+        target=str(model), out=options.head, minutes=options.minutes, seed=options.seed, device=options.device,
+        length=options.length, name="SmolLM2-135M-Instruct", licence="Apache-2.0, as SmolLM2-135M-Instruct",
+    )  # fmt: skip
+    try:
+        if not (options.head / "figures.json").exists():
+            pause = options.until - time.time()
+            figures = train(plan, resume=options.head.exists(), pause=pause, watch=watch())
+            print(table(figures["tokens_per_pass"]), flush=True)
+            tell(options.head, options.out)
+        left = min(options.until - time.time(), LONGEST_COUNT)
+        if left > SHORTEST_COUNT:
+            say("counting tokens for each pass")
+            count(model, options.head, options.device, left)
+        else:
+            say("no time left for the counts: give the command again")
+    except PausedError as paused:
+        say(str(paused))
+    finally:
+        tell(options.head, options.out)
+    say("done")
+
+
+if __name__ == "__main__":
+    main()

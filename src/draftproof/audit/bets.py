@@ -1,0 +1,201 @@
+"""The bets of an audit. Each is named after where a defect would lead, so that the one that wins names it.
+
+Where a defect has a law of its own, that law is the bet, weighted position by position: a skipped residual gives
+min(p, q) + (1 − α)·p with another α everywhere, and a fixed share of min(p, q) would lose where α is small what it wins
+where α is large.
+
+Bets look where drafts fire: at the drafter's law recomputed from the text, at what a copying drafter would propose, at
+rounds' first tokens. A law averaged over everything else can be right where the drafts are wrong.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from draftproof.audit.positions import Positions
+from draftproof.audit.processors import TILTING, in_use, output_counts, tilted, without
+from draftproof.audit.teacher import Laws, Teacher
+from draftproof.audit.tickets import Table
+from draftproof.audit.wealth import Ticket
+from draftproof.core.sampling import Sampling
+
+LawOf = Callable[[Sequence[int]], Float[Tensor, " V"]]
+"""A drafter's law of the next token, given all tokens before it."""
+
+TAILS: Final[Mapping[str, float]] = MappingProxyType(
+    {"the tail below 1e-2": 1e-2, "the tail below 1e-4": 1e-4, "the tail beyond 24 bits": 2.0**-24}
+)
+FLATTER, SHARPER = 0.8, 1.25
+
+HINTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "toward the drafter's law": "drafts are kept too often, or tokens come from the drafter",
+        "toward what both hold likely": "after a rejection the target is drawn from and not the residual",
+        "away from the drafter's law": "drafts are kept too rarely, or the residual closes rounds that kept all",
+        "toward the drafter's first choice, judged as drawn": "drafts are argmaxes, and are judged as if drawn",
+        "toward the drafter's first choice": "likely drafts are kept too often",
+        "away from the drafter's first choice": "good drafts are thrown away",
+        "toward copied text, judged twice": "after a mismatch the token is drawn once more",
+        "toward copied text": "copied drafts are kept too often",
+        "away from copied text": "copied drafts are kept too rarely",
+        "toward a flatter law": "the temperature is too high or not applied",
+        "toward a sharper law": "the temperature is too low, or applied twice",
+        "toward the likeliest token": "some tokens are greedy",
+        "away from the likeliest token": "the likeliest token loses mass",
+        "away from the tail beyond 24 bits": "the noise has too few bits to reach rare tokens",
+        "toward what was said before": "a penalty is ignored, or drafts repeat the text",
+        "away from what was said before": "a penalty is applied twice",
+        "toward the last token again": "a token is emitted twice: a wrong rollback",
+        "with penalties a round late": "penalties do not count the drafted tokens before a position",
+    }
+)
+
+
+def hint(bet: str) -> str:
+    """What a bet that wins speaks for; empty where its name says all."""
+    return next((text for name, text in HINTS.items() if bet.startswith(name)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Bettor:
+    """All bets on a decoder with this sampling and, where it is known, this drafter."""
+
+    sampling: Sampling
+    tolerance: float
+    drafter: Teacher | LawOf | None = None
+    traced: bool = False
+    """Whether the decoder tells its rounds."""
+
+    @property
+    def decisive(self) -> tuple[str, ...]:
+        """The bets by which a clean audit must have been able to win: mixtures with what is drafted."""
+        return ("toward copied text",) if self.drafter is None else ("toward the drafter's law",)
+
+    def tickets(self, laws: Laws, log_q: Float[Tensor, "N V"] | None) -> list[Ticket]:
+        """Every bet on these positions, always in the same order; `log_q` is the `drafter_law` there."""
+        table = Table(laws, laws.clear & ~laws.impossible, self.tolerance)
+        made = [*_on_drafts(table, log_q), *_on_shape(table), *_on_repeats(table), *self._on_parameters(table)]
+        return made + (list(_by_place(made, laws.positions)) if self.traced else [])
+
+    def drafter_law(self, laws: Laws) -> Float[Tensor, "N V"] | None:
+        """The drafter's log-probabilities at these positions, over the target's vocabulary; None without a drafter."""
+        if self.drafter is None:
+            return None
+        positions, V = laws.positions, laws.log_p.shape[-1]
+        if isinstance(self.drafter, Teacher):
+            log_q = self.drafter.laws(positions, self.sampling).log_p
+        else:
+            rows = zip(positions.before.tolist(), positions.length.tolist(), strict=True)
+            log_q = torch.stack([self.drafter(row[:n]) for row, n in rows]).log()
+        wide = torch.nn.functional.pad(log_q[:, :V], (0, max(0, V - log_q.shape[1])), value=-torch.inf)
+        return wide.to(laws.log_p)
+
+    def _on_parameters(self, table: Table) -> Iterator[Ticket]:
+        """Laws with one parameter left out, on the tokens that the right law allows: the others are impossible."""
+        laws = table.laws
+        for name in in_use(self.sampling):
+            if name in TILTING:
+                log_a = _allowed(tilted(laws.scores, laws.positions, without(self.sampling, name)), laws)
+                yield table.law(f"without the {name.replace('_', ' ')}", log_a)
+        if self.sampling.penalises:
+            positions = laws.positions
+            lag = torch.where(positions.depth >= 0, positions.depth, 1).minimum(positions.said)
+            log_a = _allowed(tilted(laws.scores, positions.late(lag), self.sampling), laws)
+            yield table.law("with penalties a round late", log_a, lag > 0)
+
+
+def _on_drafts(table: Table, log_q: Float[Tensor, "N V"] | None) -> Iterator[Ticket]:
+    copied, p = table.laws.positions.continuation, table.laws.p
+    yield from table.token("copied text", copied)
+    yield table.partly("toward copied text, judged twice", copied, _at(p, copied))
+    if log_q is None:
+        return
+    q, shared = log_q.exp(), torch.minimum(p, log_q.exp())
+    yield table.law("toward the drafter's law", _allowed(log_q, table.laws))
+    yield table.law("toward what both hold likely", (shared + (1 - shared.sum(-1, keepdim=True)) * p).log())
+    yield table.law("away from the drafter's law", _normalised((p - q).clamp_min(0.0)), _differ(p, q))
+    first = log_q.argmax(-1)
+    yield from table.token("the drafter's first choice", first)
+    yield table.partly(
+        "toward the drafter's first choice, judged as drawn", first, (_at(p, first) / _at(q, first)).clamp(max=1)
+    )
+
+
+def _on_shape(table: Table) -> Iterator[Ticket]:
+    laws = table.laws
+    for name, power in (("flatter", FLATTER), ("sharper", SHARPER)):
+        scaled = torch.where(laws.log_p > -torch.inf, laws.log_p * power, -torch.inf)
+        yield table.law(f"toward a {name} law", scaled.log_softmax(-1))
+    yield from table.token("the likeliest token", laws.log_p.argmax(-1))
+    for name, edge in TAILS.items():
+        mass = laws.p.masked_fill(laws.p >= edge, 0.0).sum(-1)
+        said = laws.p.gather(1, laws.positions.token[:, None])[:, 0] < edge
+        yield from table.both(name, mass, said)
+
+
+def _on_repeats(table: Table) -> Iterator[Ticket]:
+    laws = table.laws
+    seen = output_counts(laws.positions, laws.p.shape[-1]) > 0
+    mass = laws.p.masked_fill(~seen, 0.0).sum(-1)
+    yield from table.both("what was said before", mass, seen.gather(1, laws.positions.token[:, None])[:, 0])
+    yield table.token("the last token again", laws.positions.last)[0]
+
+
+PLACED: Final = (
+    "toward copied text",
+    "toward copied text, judged twice",
+    "away from copied text",
+    "toward the drafter's law",
+    "toward what both hold likely",
+    "away from the drafter's law",
+    "toward a flatter law",
+    "toward a sharper law",
+)
+"""Bets that are also made at rounds' first tokens only, and behind them only: where in a round a defect strikes."""
+
+
+def _by_place(made: Sequence[Ticket], positions: Positions) -> Iterator[Ticket]:
+    first, inside = positions.depth == 0, positions.depth > 0
+    for ticket in made:
+        if ticket.name in PLACED:
+            yield ticket.only(first, "at the first token of a round")
+            yield ticket.only(inside, "inside a round")
+
+
+def _at(law: Float[Tensor, "N V"], token: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+    return law.gather(1, token.clamp_min(0)[:, None])[:, 0]
+
+
+def _normalised(weights: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+    """As log-probabilities; NaN where there is no mass, which is no bet."""
+    return (weights / weights.sum(-1, keepdim=True)).log()
+
+
+def _differ(p: Float[Tensor, "N V"], q: Float[Tensor, "N V"]) -> Bool[Tensor, " N"]:
+    """Where the residual is more than rounding."""
+    return (p - q).clamp_min(0.0).sum(-1) > 1e-3
+
+
+def _allowed(scores: Float[Tensor, "N V"], laws: Laws) -> Float[Tensor, "N V"]:
+    """As log-probabilities over the tokens that the target's law allows: what is outside shows as impossible."""
+    return scores.masked_fill(laws.log_p == -torch.inf, -torch.inf).log_softmax(-1)
+
+
+def as_drafter(drafter: Any) -> Teacher | LawOf | None:
+    """A draft model, its `Teacher`, or a function from the tokens before to a law; None or a name where the drafts are
+    copied from the text."""
+    if drafter is None or isinstance(drafter, (Teacher, str)):
+        return None if isinstance(drafter, str) else drafter
+    if getattr(drafter, "config", None) is not None or hasattr(drafter, "new_cache"):
+        return Teacher(drafter)
+    if callable(drafter):
+        law: LawOf = drafter
+        return law
+    raise ValueError(
+        f"drafter must be a draft model, a function from tokens to a law, or None; got a {type(drafter).__name__}"
+    )

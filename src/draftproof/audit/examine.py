@@ -1,0 +1,161 @@
+"""The audit: does a decoder have the target's distribution, and how sure are we?"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final, Literal, Protocol, runtime_checkable
+
+from draftproof.audit.asked import Asked
+from draftproof.audit.bets import Bettor, as_drafter
+from draftproof.audit.betting import Betting
+from draftproof.audit.certificate import Certificate
+from draftproof.audit.decoder import Decoder
+from draftproof.audit.facts import check_the_same, facts_of, untested
+from draftproof.audit.greedy import Greedy
+from draftproof.audit.joint import CELLS, DEPTH, Joint
+from draftproof.audit.positions import Text
+from draftproof.audit.ruling import ByBets
+from draftproof.audit.teacher import SMALL, Teacher
+from draftproof.core.sampling import Sampling
+
+Method = Literal["auto", "joint", "bets", "greedy"]
+MOST_TOKENS: Final = 200_000
+"""Where an audit by bets, or of greedy decoding, gives up unless told otherwise."""
+
+
+@runtime_checkable
+class Examination(Protocol):
+    """An audit under way, by one of the three methods."""
+
+    def look(self, texts: Sequence[Text]) -> None: ...
+    def settled(self) -> bool: ...
+    def findings(self) -> dict[str, Any]: ...
+    def progress(self) -> dict[str, Any]: ...
+    def restore(self, kept: dict[str, Any]) -> None: ...
+
+
+def audit(
+    decoder: Decoder,
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: Sampling,
+    alpha: float = 1e-6,
+    bias: float = 0.02,
+    max_tokens: int | None = None,
+    drafter: Any = None,
+    seed: int = 0,
+    length: int | None = None,
+    batch: int | None = None,
+    tolerance: float | None = None,
+    method: Method = "auto",
+    resume: Certificate | None = None,
+    watch: Callable[[Certificate], object] | None = None,
+) -> Certificate:
+    """Find out whether a decoder draws from the target's law, and how sure that is. Stops when the answer is clear.
+
+        certificate = audit(engine, model, prompts, sampling=Sampling(temperature=0.8))
+        print(certificate)
+
+    decoder     what is examined: anything with a `decode` method (see `Decoder`), such as an engine
+    target      whose law it should have: a transformers model, a `Model` such as a toy, or a `Teacher` of one
+    prompts     token ids; each is continued many times, with seeds from `seed` on
+    sampling    the parameters under which both are asked
+    alpha       the chance that a decoder which is exact is called biased
+    bias        the smallest share ε of a mixture (1 − ε)·p + ε·bet that must be found; with a small vocabulary the
+                smallest total variation of three tokens
+    max_tokens  how many to look at, at most; default: what a small vocabulary needs, else 200,000
+    drafter     who drafts, where that is known: a draft model, or a function from the tokens before to a law; "ngram"
+                or any other name says that drafts are copied from the text
+    length      tokens a text; and `batch` texts are asked for at a time
+    tolerance   the factor by which rounding may change a probability; default by the model's type
+    method      "joint" (vocabularies up to 16), "bets", "greedy" (temperature 0), or whichever fits
+    resume      a certificate of the same audit to go on from
+    watch       called with the certificate as it stands, after every batch and at the end
+    """
+    teacher = target if isinstance(target, Teacher) else Teacher(target, tolerance=tolerance)
+    method = _method(method, teacher, sampling)
+    asked = Asked(
+        prompts=tuple(map(_ids, prompts)),
+        sampling=sampling,
+        alpha=alpha,
+        bias=bias,
+        max_tokens=MOST_TOKENS if max_tokens is None else max_tokens,
+        length=length or (DEPTH + 2 if method == "joint" else 16 if teacher.vocab_size <= SMALL else 64),
+        batch=batch or (512 if teacher.vocab_size <= SMALL else 8),
+        seed=seed,
+        method=method,
+    )
+    examination, asked = _examination(teacher, asked, drafter, max_tokens is None)
+    facts = facts_of(decoder, teacher, asked, drafter)
+    if resume is not None:
+        check_the_same(resume, asked, facts)
+        examination.restore(resume.progress)
+    for certificate in _go_on(examination, decoder, asked, facts, untested(asked, drafter)):
+        if watch is not None:
+            watch(certificate)
+    return certificate
+
+
+def _go_on(
+    examination: Examination, decoder: Decoder, asked: Asked, facts: dict[str, str], unseen: list[str]
+) -> Iterator[Certificate]:
+    """A certificate after every batch; the last one when it is settled or enough has been seen."""
+    while True:
+        kept = examination.progress()
+        over = examination.settled() or kept["tokens"] >= asked.max_tokens
+        if kept["texts"] or over:
+            yield Certificate(
+                **examination.findings(),
+                alpha=asked.alpha,
+                bias=asked.bias,
+                tested=facts,
+                untested=unseen,
+                asked=asked.as_dict(),
+                progress=kept,
+            )
+        if over:
+            return
+        texts = asked.texts(decoder, kept["texts"])
+        if not any(text.tokens for text in texts):
+            raise ValueError(f"the decoder said nothing to {len(texts)} prompts: there is nothing to audit")
+        examination.look(texts)
+
+
+def _ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        raise ValueError(f"prompts must be token ids, as both sides must read the same; encode {prompt[:40]!r} first")
+    return tuple(map(int, prompt))
+
+
+def _method(method: Method, teacher: Teacher, sampling: Sampling) -> Method:
+    if method == "greedy" and sampling.temperature != 0:
+        raise ValueError(f'method="greedy" needs temperature 0; got {sampling.temperature}')
+    if sampling.temperature == 0:
+        return "greedy"
+    small = teacher.vocab_size**DEPTH <= CELLS
+    if method == "joint" and not small:
+        raise ValueError(f'method="joint" enumerates vocabularies up to 16; this one has {teacher.vocab_size}')
+    if method == "auto":
+        return "joint" if small and not _ends(teacher.model) else "bets"
+    return method
+
+
+def _ends(model: Any) -> bool:
+    """Whether texts of this model may end by themselves, before there are enough tokens for a joint law."""
+    settings = getattr(model, "generation_config", None)
+    return getattr(settings, "eos_token_id", None) is not None
+
+
+def _examination(teacher: Teacher, asked: Asked, drafter: Any, unlimited: bool) -> tuple[Examination, Asked]:
+    if asked.method == "greedy":
+        return Greedy(teacher, asked), asked
+    bettor = Bettor(asked.sampling, teacher.tolerance(asked.sampling), as_drafter(drafter))
+    copying = isinstance(drafter, str)
+    if asked.method == "joint":
+        joint = Joint.start(Betting(teacher, bettor, asked, asked.alpha / 2, copying))
+        if joint is not None:
+            asked = replace(asked, max_tokens=joint.needed * asked.length) if unlimited else asked
+            joint.betting.asked = asked
+            return joint, asked
+        asked = replace(asked, method="bets")
+    return ByBets(Betting(teacher, bettor, asked, asked.alpha, copying)), asked

@@ -1,0 +1,126 @@
+"""From evidence to a verdict: when an audit by bets is settled, what it says, and what is missing where it is not."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from draftproof.audit.asked import share_needed
+from draftproof.audit.betting import Betting
+from draftproof.audit.certificate import Verdict
+from draftproof.audit.coverage import rejections_needed
+from draftproof.audit.positions import Text
+from draftproof.audit.wealth import growth_needed
+
+METHOD: Final = "bets on every token"
+
+
+def visible(betting: Betting) -> float | None:
+    """The smallest share that each of the decisive bets would have found; None where one would have found nothing."""
+    seen = betting.wealth.visible(betting.alpha)
+    shares = [seen.get(name) for name in betting.bettor.decisive]
+    known = [share for share in shares if share is not None]
+    return max(known) if len(known) == len(shares) else None
+
+
+def covered(betting: Betting) -> bool:
+    """Whether enough drafts were rejected for the bias that is asked for."""
+    return betting.coverage.rejected >= rejections_needed(betting.asked.bias, betting.alpha)
+
+
+def settled(betting: Betting) -> bool:
+    """Whether more tokens would change nothing: bias was found, or would have been."""
+    if betting.biased or not covered(betting):
+        return betting.biased
+    seen = visible(betting)
+    return seen is not None and seen <= betting.asked.bias
+
+
+def ruling(betting: Betting) -> tuple[Verdict, str]:
+    """The verdict as it stands, and what decides it."""
+    if betting.impossible is not None:
+        i = betting.impossible
+        where = f"impossible token {i.token} at position {i.position} of text {i.text}"
+        return "biased", f"{where}: {i.parameter} keeps it out"
+    if betting.biased:
+        return "biased", f"the bet “{winner(betting)}” won after {betting.found_at:,} tokens"
+    if settled(betting):
+        return "no bias found", f"no bet won, and a bias of {visible(betting):.3g} would have been seen"
+    return "not enough evidence", missing(betting)
+
+
+def winner(betting: Betting) -> str:
+    by_bet = betting.wealth.by_bet()
+    return max(by_bet, key=lambda name: by_bet[name])
+
+
+def missing(betting: Betting) -> str:
+    asked, coverage, seen = betting.asked.bias, betting.coverage, visible(betting)
+    if coverage.source == "unknown":
+        return "how much was drafted is unknown: give a drafter to replay, or a decoder that tells its rounds"
+    if not covered(betting):
+        needed = rejections_needed(asked, betting.alpha)
+        return f"{coverage.rejected:,.0f} rejections were seen, and a bias of {asked:g} needs {needed:,}"
+    if betting.unbet > betting.tokens / 2:
+        where = f"at {betting.unbet:,} of {betting.tokens:,} positions"
+        return f"{where} a cutoff lay within rounding of a token: audit in float32, or without top_k, top_p and min_p"
+    smallest = "no bias" if seen is None else f"only a bias of {seen:.3g} or more"
+    return f"{smallest} would have been seen, and {asked:g} was asked for"
+
+
+def more_tokens(betting: Betting) -> int | None:
+    """How many more tokens like those seen would settle it; None where it is settled or cannot be told."""
+    if settled(betting) or betting.coverage.source == "unknown" or not betting.tokens:
+        return None
+    bias, wealth = betting.asked.bias, betting.wealth
+    wanted = growth_needed(len(wealth.names), betting.alpha)
+    factors = [share_needed(wealth.growth_at(name, bias), wanted) for name in betting.bettor.decisive]
+    factors.append(share_needed(betting.coverage.rejected, rejections_needed(bias, betting.alpha)))
+    most = max(factors)
+    return None if math.isinf(most) else math.ceil(betting.tokens * (most - 1))
+
+
+def findings(betting: Betting) -> dict[str, Any]:
+    """What a certificate says of an audit by bets."""
+    verdict, reason = ruling(betting)
+    return {
+        "verdict": verdict,
+        "reason": reason,
+        "method": METHOD,
+        "tokens": betting.tokens,
+        "texts": betting.texts,
+        "coverage": betting.coverage,
+        "log_evidence": betting.wealth.log_evidence,
+        "bet_alpha": betting.alpha,
+        "found_by": winner(betting) if betting.biased and betting.impossible is None else None,
+        "found_at": betting.found_at,
+        "impossible": betting.impossible,
+        "bets": betting.wealth.by_bet(),
+        "visible": betting.wealth.visible(betting.alpha),
+        "smallest_bias": visible(betting),
+        "more_tokens": more_tokens(betting),
+        "unbet": betting.unbet,
+        "curve": list(betting.curve),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ByBets:
+    """An audit by bets alone."""
+
+    betting: Betting
+
+    def look(self, texts: Sequence[Text]) -> None:
+        self.betting.look(texts)
+
+    def settled(self) -> bool:
+        return settled(self.betting)
+
+    def findings(self) -> dict[str, Any]:
+        return findings(self.betting)
+
+    def progress(self) -> dict[str, Any]:
+        return self.betting.progress()
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        self.betting.restore(kept)

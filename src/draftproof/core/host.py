@@ -1,0 +1,41 @@
+"""Between host and device: numbers are sent without waiting, and fetched in one wait.
+
+Whoever looks at a tensor on a GPU (`bool(x.any())`, `x.tolist()`, `x[mask]`) waits for all that was asked of it before.
+Numbers that lie on the host are looked at as numpy arrays, which a tensor elsewhere refuses to be: such a look never
+waits.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether looking at a tensor there costs nothing."""
+    return device.type == "cpu"
+
+
+def sent(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """These numbers on the device. Small copies are taken down at once, so that nobody waits and nothing is lost."""
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+
+class Fetch:
+    """A tensor on its way to the host. Reading it waits for what was asked of the device before it, and no longer."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._numbers = tensor
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._numbers.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> npt.NDArray[Any]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._numbers.numpy()

@@ -1,0 +1,82 @@
+"""A drafter's draw on the device: one token a row, and the numbers of the law it was drawn from."""
+
+from typing import NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from draftproof.kernels.call import Call
+from draftproof.kernels.draws import invert, slice_of, target_running, token_of, tokens_of
+from draftproof.kernels.launch import Step, _hopper, plan, run
+from draftproof.kernels.laws import line_of, numbers_of, target_probs
+from draftproof.kernels.layout import CUTOFF, MASS, NO_TARGET_LAW
+from draftproof.kernels.noise import DRAFT, pair_at
+from draftproof.kernels.numbers import number_all
+from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.request import request
+from draftproof.kernels.verdict import write
+from draftproof.kernels.workspace import NUMBERS, Workspace
+
+
+class Drawn(NamedTuple):
+    """tokens  entries of the drawn tokens, int64 [B]; PAD where a row is no law
+    cutoff  float64 [B]; of a greedy row, the token it stands for
+    base, mass  float64 [B]: the log-sum-exp is base + log(mass); NaN where a row is no law
+    """
+
+    tokens: Tensor
+    cutoff: Tensor
+    base: Tensor
+    mass: Tensor
+
+
+def draw_rows(logits: Tensor, parameters: Parameters, j: int, *, shared: bool, workspace: Workspace) -> Drawn:
+    """Twin: `warp` and `race.propose`: the j-th token of a draft, from raw logits [B, R] without edits.
+
+    `parameters`: how each row is drawn, under the target's names; `shared`: with the target's own noise, whose position
+    the caller has moved on by j. The results are views of the workspace.
+    """
+    B = len(logits)
+    none = torch.empty((B, 0), dtype=torch.int64, device=logits.device)
+    call = Call(logits[:, None], none, None, parameters, "coupled" if shared else "token")
+    call.check()
+    workspace.check(B, 0, call.V, filtered=parameters.filtered)
+    overlap = logits.is_cuda and _hopper(logits.device)
+    for n, step in enumerate(plan_draw(call, workspace, j, overlap=overlap)):
+        run(step, overlap=overlap and n > 0)
+    cutoff, base, mass, *_ = workspace.numbers[: B * NUMBERS].view(B, NUMBERS).unbind(-1)
+    return Drawn(workspace.tokens[:B], cutoff, base, mass)
+
+
+def plan_draw(call: Call, workspace: Workspace, j: int, *, overlap: bool) -> list[Step]:
+    """The launches of a draw: those of a verdict on an empty draft, which is a race or a draw with other noise."""
+    *steps, last = plan(call, workspace, overlap=overlap)
+    batch, out, *_ = last.arguments
+    return [*steps, last if call.rule == "coupled" else Step(draw, (call.B,), (batch, out, j), 4)]
+
+
+@triton.jit(do_not_specialize=["j"])
+@no_type_check
+def draw(batch, out, j):
+    """Twin: `Law.draw` with the drafter's own noise. Grid: (B,)."""
+    req = request(batch, tl.program_id(0).to(tl.int64))
+    first, second = pair_at(req.seed, req.start, DRAFT, tl.arange(0, 1), j)
+    if batch.traits.OVERLAP:
+        cuda.gdc_wait()
+    if not batch.traits.FILTERED:
+        number_all(batch, req)
+    line = line_of(batch, req, 0)
+    mass = tl.load(line + MASS)
+    sound = mass == mass
+    token = tl.load(line + CUTOFF).to(tl.int32)
+    if (req.temperature > 0) & sound:
+        law = numbers_of(batch, req, 0)
+        chunk = invert(target_running(batch, req, 0, law), tl.sum(first, 0)) + tl.zeros([1], tl.int32)
+        where, rest = slice_of(batch, req, 0, law, chunk, second)
+        x, _ = token_of(where, target_probs(batch, req, 0, law, tokens_of(where)), rest)
+        token = tl.sum(x, 0)
+    fault = tl.where(sound, 0, NO_TARGET_LAW)
+    write(batch, out, req, tl.zeros((), tl.int32), tl.where(sound, token, -1), fault)

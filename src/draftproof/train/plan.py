@@ -1,0 +1,121 @@
+"""What a training is asked to do, and the folder in which it does it: a run that was ended goes on from there."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from draftproof.train.student import Course
+
+DEFAULT_VOCAB: Final = 8192
+FREE_TO_CHANGE: Final = frozenset({"target", "out", "minutes", "device", "name", "licence", "prompts"})
+"""What a run that goes on may be told anew; the rest would make another head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A training.
+
+    target   "smollm2" (bundled), a folder or a hub id; `name` is what people call it
+    out      the folder of the head
+    minutes  for everything: data, training, evaluation
+    vocab    tokens that the head can say; default 8192, or all that the target has
+    depth    tokens of the drafts it is trained for
+    length   tokens of a text; batch: texts of a step
+    """
+
+    target: str
+    out: Path
+    minutes: float = 30.0
+    vocab: int | None = None
+    depth: int = 5
+    seed: int = 0
+    length: int = 640
+    batch: int = 24
+    learning_rate: float = 1e-3
+    device: str | None = None
+    name: str | None = None
+    licence: str = "that of the target's weights"
+    prompts: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.minutes > 0:
+            raise ValueError(f"minutes must be more than 0; got {self.minutes}")
+        self.course.check()
+        if self.length < 32:
+            raise ValueError(f"length={self.length}: a text needs at least 32 tokens to learn drafts from")
+
+    @property
+    def course(self) -> Course:
+        return Course(self.depth, self.batch, self.learning_rate, self.seed)
+
+    @property
+    def called(self) -> str:
+        return self.name or (Path(self.target).name if Path(self.target).exists() else self.target)
+
+    @property
+    def command(self) -> str:
+        """What makes such a head again, wherever its folders are."""
+        target = Path(self.target).name if Path(self.target).exists() else self.target
+        asked = {"target": target, "out": self.out.name, "minutes": f"{self.minutes:g}"}
+        for name in ("vocab", "depth", "seed", "length", "batch", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None:
+                asked[name] = f"{value:g}"
+        return "draftproof train " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items())
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """The folder with all that a run leaves to the next: texts, checkpoint, and what was spent."""
+
+    folder: Path
+    plan: Plan
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "student.pt"
+
+    @property
+    def spent(self) -> float:
+        return float(self._state()["spent"])
+
+    def spend(self, seconds: float) -> None:
+        """Write down what was spent so far, all runs together."""
+        unfinished = self.folder / "state.part"
+        state = {"plan": self.plan.as_json(), "spent": seconds}
+        unfinished.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        unfinished.rename(self.folder / "state.json")
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
+        return state
+
+    def check(self) -> None:
+        """Refuse to go on with another plan than the run began with."""
+        began = self._state()["plan"]
+        for name, value in self.plan.as_json().items():
+            if name not in FREE_TO_CHANGE and began.get(name) != value:
+                raise ValueError(
+                    f"{self.folder.parent} was begun with {name}={began.get(name)}, and now it is {value}: a head "
+                    "cannot change its plan. Give the same options, or another --out"
+                )
+
+
+def workplace(plan: Plan, resume: bool) -> Workplace:
+    """The folder to work in: a new one, or with `resume` the one that is there."""
+    place = Workplace(plan.out / "work", plan)
+    begun = (place.folder / "state.json").is_file()
+    if resume and not begun:
+        raise ValueError(f"there is nothing to go on with in {plan.out}: leave out --resume to begin")
+    if not resume and plan.out.exists() and (not plan.out.is_dir() or any(plan.out.iterdir())):
+        raise ValueError(f"{plan.out} exists and is not empty: give --resume to go on with it, or another --out")
+    if resume:
+        place.check()
+    else:
+        place.folder.mkdir(parents=True)
+        place.spend(0.0)
+    return place

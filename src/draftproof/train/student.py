@@ -1,0 +1,142 @@
+"""A head that learns: one step of training, its schedule, and what must be kept to go on later."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.models.head import Head
+from draftproof.train.loss import distance
+from draftproof.train.teacher import Lesson
+from draftproof.train.unroll import unroll
+
+SINGLE: Final = 0.35
+"""The share of the training in which only a draft's first token is learnt: unrolled from the start, a head learns
+slowly; never unrolled, it fails at its second token (docs/decisions.md)."""
+
+BLEND: Final = 0.4
+"""Of the acceptance in the loss, once a head is unrolled."""
+
+DECAY: Final = 0.8
+"""What a step further in the draft counts: it matters only if all before it stood."""
+
+WARM: Final = 100
+"""Steps until the full learning rate."""
+
+LEAST_RATE: Final = 0.02
+"""Of the learning rate, at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a head is taught."""
+
+    depth: int = 5
+    batch: int = 24
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+    def check(self) -> None:
+        if self.depth < 1 or self.batch < 1:
+            raise ValueError(f"depth and batch must be ≥ 1; got {self.depth} and {self.batch}")
+        if not 0 < self.learning_rate < 1:
+            raise ValueError(f"learning_rate must be between 0 and 1; got {self.learning_rate}")
+
+
+@dataclass(slots=True)
+class Marks:
+    """How lessons went since one last looked: sums on the device, so that nobody waits for them."""
+
+    loss: Tensor
+    overlap: Tensor
+    steps: Tensor
+    lessons: int = 0
+
+    @classmethod
+    def none(cls, depth: int, device: torch.device) -> "Marks":
+        return cls(torch.zeros((), device=device), torch.zeros(depth, device=device), torch.zeros(depth, device=device))
+
+    def note(self, loss: Tensor, overlaps: list[Tensor]) -> None:
+        self.loss += loss.detach()
+        self.lessons += 1
+        for step, overlap in enumerate(overlaps):
+            self.overlap[step] += overlap.mean()
+            self.steps[step] += 1
+
+    def read(self) -> tuple[float, list[float]]:
+        """Mean loss, and the acceptance of each step that was trained."""
+        trained = [step for step, count in enumerate(self.steps.tolist()) if count]
+        accepted = (self.overlap / self.steps.clamp(min=1)).tolist()
+        return float(self.loss) / max(1, self.lessons), [accepted[step] for step in trained]
+
+
+@dataclass(slots=True)
+class Student:
+    """A head in training, in float32; on a GPU its products are made in bfloat16."""
+
+    head: Head
+    rows: Float[Tensor, "R H"]
+    course: Course
+    steps: int = 0
+    optimizer: torch.optim.AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.head.train()
+        self.optimizer = torch.optim.AdamW(
+            self.head.parameters(),
+            lr=self.course.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
+            fused=self.device.type == "cuda",
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.norm.weight.device
+
+    def learn(self, lesson: Lesson, progress: float, marks: Marks) -> None:
+        """One step. `progress`: the share of the training that is over."""
+        depth, blend = (1, 0.0) if progress < SINGLE else (self.course.depth, BLEND)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.course.learning_rate * rate(self.steps, progress)
+        fared = [distance(out, self.rows, lesson.p, blend) for out in self.outs(lesson, depth)]
+        losses, overlaps = zip(*fared, strict=True)
+        weights = [DECAY**step for step in range(depth)]
+        loss = sum(w * one for w, one in zip(weights, losses, strict=True)) / sum(weights)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        marks.note(loss, list(overlaps))
+
+    def outs(self, lesson: Lesson, depth: int) -> list[Float[Tensor, "M H"]]:
+        """What the output rows score, at each step of the draft and each position that counts."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            outs = unroll(self.head, lesson.embedded, lesson.states, depth)
+        return [out.flatten(0, 1).index_select(0, lesson.at).float() for out in outs]
+
+    def save(self, path: Path, **more: Any) -> None:
+        """Under another name first: a run that is killed here leaves the checkpoint before."""
+        unfinished = path.with_suffix(".part")
+        state = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps, **more}
+        torch.save(state, unfinished)
+        unfinished.rename(path)
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        """Go on where `save` was; what else was kept is returned."""
+        state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
+        self.head.load_state_dict(state.pop("head"))
+        self.optimizer.load_state_dict(state.pop("optimizer"))
+        self.steps = state.pop("steps")
+        return state
+
+
+def rate(steps: int, progress: float) -> float:
+    """The share of the learning rate: warmed up by steps, cooled down by time."""
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return min(1.0, (steps + 1) / WARM) * (LEAST_RATE + (1 - LEAST_RATE) * cosine)

@@ -1,0 +1,91 @@
+"""The judge's laws, against a second way to find them: one whole pass for every prefix, and nothing batched."""
+
+import pytest
+import torch
+
+from draftproof.audit.positions import Positions, Text
+from draftproof.audit.support import reachable, supported
+from draftproof.audit.teacher import ROWS, Teacher, fingerprint
+from draftproof.core.sampling import Sampling
+from draftproof.models.hf import HFModel
+from draftproof.models.toy import Toy
+from engine.laws import next_laws
+from engine.tiny import PROMPT, V, llama
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.6, top_k=5),
+    Sampling(temperature=1.3, top_p=0.8),
+    Sampling(min_p=0.15, top_p=0.95, top_k=6),
+    Sampling(repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.4),
+    Sampling(logit_bias={2: 1.5, 5: -2}, temperature=0.8),
+]
+TEXTS = [Text(PROMPT, (3, 3, 1, 4)), Text(PROMPT[:3], (5, 0, 5, 5, 2, 1)), Text((7,), (6,))]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
+@pytest.mark.parametrize("wrap", [lambda model: model, HFModel], ids=["transformers", "Model"])
+def test_laws_are_those_of_every_prefix_on_its_own(sampling, wrap):
+    laws = Teacher(wrap(llama())).laws(Positions.of(TEXTS), sampling)
+    wanted = [
+        next_laws(llama(), [[*t.prompt, *t.tokens[:i]]], sampling, len(t.prompt))[0]
+        for t in TEXTS
+        for i in range(len(t.tokens))
+    ]
+    assert torch.allclose(laws.p.double(), torch.stack(wanted), atol=2e-6)
+
+
+def test_texts_come_in_chunks_that_fit():
+    chunks = list(Teacher(llama()).chunks(TEXTS * 3000))
+    assert [text for chunk in chunks for text in chunk] == TEXTS * 3000
+    assert len(chunks) == 3
+    assert all(sum(len(text.tokens) for text in chunk) <= ROWS for chunk in chunks)
+
+
+def test_greedy_sampling_has_no_law_to_bet_on():
+    with pytest.raises(ValueError, match="temperature 0 draws nothing"):
+        Teacher(llama()).laws(Positions.of(TEXTS), Sampling(temperature=0))
+
+
+def test_tolerance_follows_type_and_temperature():
+    assert Teacher(llama()).tolerance(Sampling()) == 1e-4
+    assert Teacher(llama()).tolerance(Sampling(temperature=0.5)) == 2e-4
+    assert Teacher(Toy.random(4)).tolerance(Sampling(temperature=2.0)) == 1e-4
+    assert Teacher(Toy(torch.zeros(3, 3).bfloat16())).tolerance(Sampling()) == 1e-1
+
+
+def test_a_fingerprint_changes_with_the_weights():
+    assert fingerprint(llama()) == fingerprint(llama())
+    assert fingerprint(Toy.random(V, seed=1)) != fingerprint(Toy.random(V, seed=2))
+
+
+STEPS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_k=3), Sampling(min_p=0.1), Sampling(top_p=0.9)])
+def test_a_cutoff_is_clear_where_tokens_are_far_from_it(sampling):
+    kept, clear = supported(STEPS, sampling, 1e-4)
+    assert (kept > -torch.inf).sum() == 3
+    assert clear.tolist() == [True]
+    possible = [bool(reachable(STEPS, torch.tensor([t]), sampling, 1e-4)) for t in range(5)]
+    assert possible == [True, True, True, False, False]
+
+
+MASS = float(STEPS.softmax(-1)[0, :3].sum())
+
+
+@pytest.mark.parametrize(
+    ("scores", "sampling"),
+    [
+        (torch.tensor([[2.0, 1.0, 0.0, -1e-5, -2.0]]), Sampling(top_k=3)),
+        (STEPS, Sampling(top_p=MASS - 1e-6)),
+        (STEPS, Sampling(top_p=MASS + 1e-6)),
+        (STEPS, Sampling(min_p=float(torch.tensor(-3.0).exp()) * (1 + 1e-5))),
+        (torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0]]), Sampling(top_p=0.5)),
+    ],
+    ids=["top-k", "top-p just there", "top-p just beyond", "min-p", "ties"],
+)
+def test_a_cutoff_within_rounding_is_not_clear_and_lets_the_next_token_by(scores, sampling):
+    _, clear = supported(scores.double(), sampling, 1e-4)
+    assert clear.tolist() == [False]
+    assert bool(reachable(scores.double(), torch.tensor([3]), sampling, 1e-4))

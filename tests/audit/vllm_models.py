@@ -1,0 +1,33 @@
+"""A tiny target and a drafter near it in the sizes that vLLM's kernels take, saved to folders: vLLM reads files."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+import transformers as tf
+
+from engine.tiny import NO_END
+
+V = 64
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}  # heads of 32
+PROMPTS = [[(7 * i + j) % V for j in (0, 1, 2, 3, 0, 1, 2, 5, 0, 1)] for i in range(32)]
+
+
+def pair() -> tuple[tf.LlamaForCausalLM, tf.LlamaForCausalLM]:
+    """Random weights, always the same."""
+    shape = {"vocab_size": V, "num_hidden_layers": 2, "max_position_embeddings": 512, "initializer_range": 0.15}
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        target = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, **NO_END, **shape)).eval()
+        target.lm_head.weight *= 1.5 / target(torch.randint(V, (200, 8))).logits.std()
+        drafter = deepcopy(target)
+        head = drafter.lm_head.weight
+        head += torch.randn_like(head) * 0.6 * head.std()
+    return target, drafter
+
+
+def saved(folder: Path) -> tuple[Path, Path]:
+    places = folder / "target", folder / "drafter"
+    for model, place in zip(pair(), places, strict=True):
+        model.save_pretrained(place)
+    return places

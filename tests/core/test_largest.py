@@ -1,0 +1,48 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftproof.core.largest import FEW, FOLDS, argmax, largest
+
+SPECIAL = [0.0, 1.0, -1.0, 2.5, -math.inf, math.inf, math.nan]
+
+
+def rows(R: int, seed: int, kinds: int | None = None) -> torch.Tensor:
+    """Three rows of random numbers, or of few different ones."""
+    noise = torch.Generator().manual_seed(seed)
+    if kinds is None:
+        return torch.randn(3, R, generator=noise)
+    return torch.tensor(SPECIAL[:kinds])[torch.randint(kinds, (3, R), generator=noise)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 3000), st.integers(1, 60), st.integers(0, 99), st.sampled_from([None, 1, 2, 5, 6]))
+def test_the_largest_are_those_that_sorting_finds(R, k, seed, kinds):
+    logits, k = rows(R, seed, kinds), min(k, R)
+    assert torch.equal(largest(logits, k), logits.sort(descending=True).values[:, :k])
+
+
+@pytest.mark.parametrize("R", [FOLDS * FEW * 9, FOLDS * FEW * 9 + 5])
+def test_folding_finds_what_lies_in_one_column_and_what_lies_behind_all(R):
+    """Most of the largest in a single column, and one in the last number of the row; 9 is where folding is used."""
+    logits = rows(R, 0)
+    logits[:, : R // FOLDS * FOLDS : R // FOLDS][:, :8] = 50 + torch.arange(8.0)
+    logits[:, -1] = 99
+    assert largest(logits, 9).tolist() == [[99, *range(57, 49, -1)]] * 3
+
+
+def test_nan_is_the_largest_of_all():
+    logits = rows(FOLDS * 100, 1)
+    logits[1, 77] = math.nan
+    assert largest(logits, 5)[:, 0].isnan().tolist() == [False, True, False]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(0, 99), st.sampled_from([None, 1, 3, 6, 7]))
+def test_the_first_of_the_largest_is_named(R, seed, kinds):
+    logits = rows(R, seed, kinds)
+    assert argmax(logits).tolist() == logits.argmax(-1).tolist()
+    assert argmax(logits).dtype == torch.long

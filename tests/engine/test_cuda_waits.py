@@ -1,0 +1,112 @@
+"""A round on a GPU waits once: counted here without one, and held against the device itself in test_cuda.py."""
+
+import pytest
+import torch
+
+import draftproof as dp
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import NGram
+from draftproof.engine import batch as batches
+from draftproof.models.hf import HFModel
+from engine.tiny import PROMPT, llama, neighbour
+from engine.waits import Waits
+
+triton = pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counted where Triton's interpreter runs"),
+]
+S = dp.Sampling
+DRAFTERS = {
+    "none": lambda: None,
+    "ngram": lambda: "ngram",
+    "fillers": lambda: NGram(fillers=2),
+    "suffix": lambda: "suffix",
+    "model": lambda: neighbour(),
+    "smaller vocabulary": lambda: ModelDrafter(HFModel(neighbour(6)), vocab_size=8),
+    "confident model": lambda: ModelDrafter(HFModel(neighbour()), vocab_size=8, confidence=0.3),
+    "early exit": lambda: "early-exit:1",
+}
+WARM = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(temperature=0.9, min_p=0.05, seed=5)]
+
+
+def rounds(monkeypatch, drafter, rule, samplings, tokens=4):
+    """Looks and waits of every round, and the texts."""
+    watch, found = Waits(), []
+    advance = batches.advance
+    watch.watch(monkeypatch)
+
+    def counted(*args):
+        looks, waits = len(watch.looks), watch.waits
+        with watch:
+            rows = advance(*args)
+        found.append((watch.looks[looks:], watch.waits - waits))
+        return rows
+
+    monkeypatch.setattr(batches, "advance", counted)
+    engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=2)
+    outputs = engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens)
+    monkeypatch.undo()
+    return found, [output.tokens for output in outputs]
+
+
+def plainly(drafter, rule, samplings, tokens=4):
+    engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=2)
+    return [o.tokens for o in engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens)]
+
+
+SHORT = ("none", "fillers", "model")  # what differs most; the interpreter takes its time over the others
+NAMES = [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.slow]) for name in DRAFTERS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_round_waits_once_and_says_the_same(monkeypatch, name):
+    found, texts = rounds(monkeypatch, DRAFTERS[name](), "block", WARM)
+    assert len(found) > 1
+    assert found == [([], 1)] * len(found)
+    assert texts == plainly(DRAFTERS[name](), "block", WARM)
+
+
+@pytest.mark.parametrize("rule", ["token", "coupled"])
+def test_under_the_other_rules_too(monkeypatch, rule):
+    found, texts = rounds(monkeypatch, neighbour(), rule, WARM, tokens=4)
+    assert found == [([], 1)] * len(found)
+    assert texts == plainly(neighbour(), rule, WARM, tokens=4)
+
+
+@pytest.mark.parametrize("sampling", [S(top_k=3, seed=1), S(top_p=0.8, seed=1), S(min_p=0.1, seed=1)])
+def test_filters_are_drawn_with_and_judged_by_without_a_look(monkeypatch, sampling):
+    found, texts = rounds(monkeypatch, neighbour(), "token", [sampling], tokens=3)
+    assert found == [([], 1)] * len(found)
+    assert texts == plainly(neighbour(), "token", [sampling], tokens=3)
+
+
+def test_the_counter_can_find_a_wait(monkeypatch):
+    class Curious(NGram):
+        def propose(self, contexts, k, noise):
+            draft = super().propose(contexts, k, noise)
+            return draft if bool((draft.lengths >= 0).all()) and draft.tokens.tolist() is not None else None
+
+    found, _ = rounds(monkeypatch, Curious(), "block", WARM[:1], tokens=2)
+    assert found[0] == (["is_nonzero", "tolist"], 1)
+
+
+def test_a_row_without_a_law_fails_alone_by_the_reference(monkeypatch):
+    """NaN in one row: the kernels' fault, the reference's word; the other row goes on."""
+    model = llama()
+    seen = HFModel._pass
+
+    def broken(self, tokens, lengths, *args):
+        out = seen(self, tokens, lengths, *args)
+        if len(tokens) == 2 and int(lengths[0]) > len(PROMPT):
+            out.logits[0, :, 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(HFModel, "_pass", broken)
+    watch = Waits()
+    watch.watch(monkeypatch)
+    engine = dp.load(model, "ngram", num_draft_tokens=2)
+    one, other = engine.generate([list(PROMPT)] * 2, [S(seed=1), S(seed=2)], max_tokens=4)
+    assert one.finish_reason == "error"
+    assert "are no law" in one.error
+    assert (other.finish_reason, len(other.tokens)) == ("length", 4)

@@ -1,0 +1,49 @@
+"""Where filters cut: by a short list of logits where it can be short, by passes over the row where it cannot."""
+
+import pytest
+import torch
+
+import draftproof as dp
+from draftproof.kernels import Parameters, Workspace, verify_rows
+from draftproof.kernels.workspace import FEW, NUMBERS
+
+S = dp.Sampling
+V = 3000
+
+
+def rows(flat: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Two rows; with a head, as a language model's have it, unless they are to be flat."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(2, 1, V, generator=generator)
+    if not flat:
+        where = torch.rand(2, 1, V, generator=generator).topk(200).indices
+        logits.scatter_(2, where, 15.0 - 1.3 * torch.arange(1.0, 201.0).log().expand(2, 1, -1))
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "flat", "deep"),
+    [
+        (S(temperature=0.8, top_k=20, top_p=0.9), False, 0),
+        (S(temperature=0.8, top_k=20, top_p=0.9, min_p=0.2), True, 0),
+        (S(temperature=0.8, top_p=0.9), False, 0),
+        (S(min_p=0.05), False, 0),
+        (S(temperature=0.8, top_p=0.9), True, 2),
+        (S(temperature=0.8, top_k=400, top_p=0.9), True, 2),
+        (S(temperature=0.8, top_k=400), False, 2),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_cutoff_and_mass_are_the_references(sampling, flat, deep, dtype, device):
+    """`deep` rows are left in the queue of `settle_deep`: that both ways are gone is part of the claim."""
+    logits = rows(flat, dtype).to(device)
+    workspace = Workspace.empty(2, 0, V, device)
+    numbers = torch.arange(2, device=device)
+    parameters = Parameters.of([sampling] * 2, [S()] * 2, seeds=numbers, positions=numbers, lengths=0 * numbers)
+    none = torch.empty(2, 0, dtype=torch.long, device=device)
+    verify_rows(logits, none, parameters=parameters, rule="token", workspace=workspace)
+    assert workspace.work[FEW + 1] == deep
+    cutoff, base, mass, *_ = workspace.numbers.view(2, NUMBERS).unbind(-1)
+    law = dp.warp(logits, [sampling] * 2)
+    assert torch.equal(cutoff.float(), law.cutoff[:, 0].float())
+    assert torch.allclose(base + mass.log(), law.lse[:, 0].double(), rtol=0, atol=1e-6)

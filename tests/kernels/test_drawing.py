@@ -1,0 +1,106 @@
+"""A drafter's draws in kernels: same noise, same token, and the law it was drawn from, as the reference has them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import draftproof as dp
+from draftproof import kernels
+from draftproof.core.law import Vocab
+from draftproof.core.noise import Noise
+from draftproof.core.types import History
+from draftproof.drafters.draws import Draws
+
+S = dp.Sampling
+NO_HISTORY = History([], [])
+BATCHES = {
+    "temperature": [S(temperature=0.7), S(), S(temperature=1.6)],
+    "one greedy": [S(temperature=0.7), S(temperature=0.0), S()],
+    "filters": [S(top_k=5), S(temperature=0.9, top_p=0.6), S(min_p=0.1)],
+}
+
+
+@pytest.fixture
+def logits(device):
+    return (3 * torch.randn(3, 700, generator=torch.Generator().manual_seed(1))).to(device)
+
+
+def noise(device, shared):
+    seeds = torch.tensor([-(2**61), 3, 2**40], device=device)
+    return Noise(seeds, torch.tensor([5, 900, 17], device=device), shared)
+
+
+def both(monkeypatch, batch, logits, shared, j, vocab=None):
+    draws = Draws(batch, noise(logits.device, shared), vocab)
+    monkeypatch.setattr(kernels, "runs_on", lambda device: False)
+    want = draws(logits, [NO_HISTORY] * 3, j)
+    monkeypatch.setattr(kernels, "runs_on", lambda device: True)
+    return draws(logits, [NO_HISTORY] * 3, j), want
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", BATCHES)
+def test_token_and_law_are_the_reference_s(monkeypatch, name, shared, logits):
+    for j in (0, 1) if name == "filters" else (0, 1, 2, 16):
+        (law, tokens), (its_law, its_tokens) = both(monkeypatch, BATCHES[name], logits, shared, j)
+        assert tokens.tolist() == its_tokens.tolist()
+        assert law.point.tolist() == its_law.point.tolist()
+        assert law.plain == its_law.plain
+        assert torch.equal(law.cutoff, its_law.cutoff)
+        assert torch.allclose(law.lse, its_law.lse, atol=1e-6)
+        assert torch.allclose(law.probs(), its_law.probs(), atol=1e-6)
+
+
+def test_half_precision_and_a_part_of_a_row(monkeypatch, logits):
+    """A drafter with more tokens than the target: the rest of its row is not looked at."""
+    part = logits.to(torch.bfloat16)[:, :600]
+    (law, tokens), (its_law, its_tokens) = both(monkeypatch, BATCHES["temperature"], part, False, 1)
+    assert tokens.tolist() == its_tokens.tolist()
+    assert law.logits.dtype == torch.float32
+    assert torch.allclose(law.lse, its_law.lse, atol=1e-6)
+
+
+def test_a_drafter_with_fewer_tokens_than_the_target(monkeypatch, logits, device):
+    vocab = Vocab.of(torch.arange(700, device=device), 900)
+    for shared in (False, True):
+        (law, tokens), (its_law, its_tokens) = both(monkeypatch, BATCHES["one greedy"], logits, shared, 0, vocab)
+        assert tokens.tolist() == its_tokens.tolist()
+        assert law.point.tolist() == its_law.point.tolist()
+        assert law.vocab is vocab
+
+
+def test_a_row_that_is_no_law_says_so(monkeypatch, logits):
+    logits[1, 9] = torch.nan
+    (law, tokens), _ = both(monkeypatch, BATCHES["temperature"], logits.clone(), False, 0)
+    assert law.lse.isnan().tolist() == [False, True, False]
+    assert 0 <= int(tokens.min()) <= int(tokens.max()) < 700
+
+
+def test_what_was_drawn_stays_when_the_next_is(monkeypatch, logits):
+    """The kernels' memory is used again for every token; nothing of an earlier one may lie in it."""
+    monkeypatch.setattr(kernels, "runs_on", lambda device: True)
+    draws = Draws(BATCHES["filters"], noise(logits.device, False))
+    law, tokens = draws(logits, [NO_HISTORY] * 3, 0)
+    before = [part.clone() for part in (tokens, law.lse, law.cutoff, law.point)]
+    draws(logits + torch.arange(700, device=logits.device) / 50, [NO_HISTORY] * 3, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, (tokens, law.lse, law.cutoff, law.point), strict=True))
+
+
+def test_penalties_and_greedy_batches_are_left_to_the_reference(monkeypatch, logits):
+    monkeypatch.setattr(kernels, "runs_on", lambda device: True)
+    for batch in ([S(presence_penalty=1.0, temperature=0.5)] * 3, [S(temperature=0)] * 3):
+        draws = Draws(batch, noise(logits.device, False))
+        draws(logits, [NO_HISTORY] * 3, 0)
+        assert draws._device is None
+
+
+def test_a_draw_compiles_without_a_gpu(tmp_path):
+    program = Path(__file__).parent / "compile_draw.py"
+    environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, str(program), "90", "4096"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[:4] == ["scan", "draw", "scan", "coupled"]

@@ -1,0 +1,154 @@
+"""`verify` takes the fused path where kernels run: the same verdicts, and the same words where something is wrong."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import draftproof as dp
+from draftproof import kernels
+from draftproof.core.law import Vocab
+from draftproof.core.types import Draft, History
+from draftproof.verify import RULES, fused
+from kernels.twins import Input, make, reference
+
+S = dp.Sampling
+CHAINS = ("token", "block", "coupled")
+
+
+@pytest.fixture
+def calls(monkeypatch, device):
+    """Kernels run wherever the tests do; how often they were called."""
+    seen = []
+    launched = kernels.verify_rows
+    monkeypatch.setattr(kernels, "runs_on", lambda device: True)
+    monkeypatch.setattr(kernels, "verify_rows", lambda *a, **k: seen.append(k["rule"]) or launched(*a, **k))
+    return seen
+
+
+def by_name(given: Input, rule: str) -> dp.Verdict:
+    return dp.verify(
+        given.target, given.tokens, given.draft, draft_lengths=given.lengths, sampling=given.samplings,
+        draft_sampling=None if given.draft is None else given.drafts, history=given.history, allowed=given.allowed,
+        rule=rule, seeds=given.seeds, positions=given.positions,
+        draft_ids=None if given.vocab is None else given.vocab.ids,
+    )  # fmt: skip
+
+
+def assert_same(got: dp.Verdict, want: dp.Verdict) -> None:
+    assert got.tokens.tolist() == want.tokens.tolist()
+    assert got.accepted.tolist() == want.accepted.tolist()
+
+
+@pytest.mark.parametrize("rule", CHAINS)
+def test_verify_takes_the_fused_path_and_says_the_same(rule, calls, device):
+    batch = [S(temperature=0.7), S(temperature=0.0), S(temperature=0.9, repetition_penalty=1.3)]
+    given = replace(make(batch, V=300, K=2, device=device), history=[History([1, 2], [3])] * 3)
+    assert_same(by_name(given, rule), reference(given, rule))
+    assert calls == [rule]
+
+
+def test_a_grammar_and_a_smaller_vocabulary_too(calls, device):
+    given = make([S(temperature=0.8)] * 2, V=200, K=2, device=device, entries=150)
+    allowed = torch.rand(given.target.shape, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
+    given = replace(given, allowed=allowed)
+    assert_same(by_name(given, "token"), reference(given, "token"))
+    assert calls == ["token"]
+
+
+@pytest.mark.parametrize("rule", ["tree", RULES["token"]])
+def test_what_kernels_do_not_know_goes_to_the_reference(rule, calls, device):
+    given = make([S()], V=40, K=2, device=device, ragged=False)
+    dp.verify(given.target, given.tokens, given.draft, rule=rule)
+    assert dp.verify(given.target.double(), given.tokens).tokens.shape == (1, 3)
+    assert not calls
+
+
+def nothing(t):
+    return torch.zeros(t.shape, dtype=torch.bool, device=t.device)
+
+
+WRONG = {
+    "token ids": (lambda t, x, q: dp.verify(t, x + 25), r"draft_tokens\[\d, \d\] is \d+; the vocabulary is \[0, 30\)"),
+    "NaN": (lambda t, x, q: dp.verify(t + torch.tensor(math.nan), x), r"target_logits\[0, 0\] has NaN"),
+    "+inf": (lambda t, x, q: dp.verify(t + torch.tensor(math.inf), x), r"target_logits\[0, 0\] has \+inf"),
+    "allowed": (lambda t, x, q: dp.verify(t, x, allowed=nothing(t)), r"target_logits\[0, 0\] has no allowed token"),
+    "lengths": (lambda t, x, q: dp.verify(t, x, draft_lengths=x[:, 0] * 0 + 5), r"must lie in \[0, 2\]; got \[5, 5\]"),
+    "impossible": (lambda t, x, q: dp.verify(t, q.argmin(-1), q, sampling=S(min_p=0.9), draft_sampling=S(min_p=0.9)),
+                   r"draft_tokens\[0, 0\] = \d+ has probability 0 under draft_logits"),
+    "ids twice": (lambda t, x, q: dp.verify(t, x * 0, q[..., :2], draft_ids=x[0] * 0), "names a token twice"),
+    "ids outside": (lambda t, x, q: dp.verify(t, x * 0, q[..., :2], draft_ids=x[0] * 0 + 31), r"must lie in \[0, 30\)"),
+    "history": (lambda t, x, q: dp.verify(t, x, sampling=S(presence_penalty=1.0), history=[([1], [40])] * 2),
+                r"name tokens from \d+ to 40; the vocabulary is \[0, 30\)"),
+    "no history": (lambda t, x, q: dp.verify(t, x, sampling=S(presence_penalty=1.0)), "pass history"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_fault_is_named_by_the_reference(case, calls, device):
+    call, words = WRONG[case]
+    given = make([S(), S()], V=30, K=2, device=device, ragged=False)
+    with pytest.raises(ValueError, match=words):
+        call(given.target, given.tokens, given.draft)
+
+
+def settled(given: Input, drawn: torch.Tensor | None = None) -> Draft:
+    law = dp.warp(given.draft, given.drafts, vocab=given.vocab)
+    return Draft(given.tokens, given.lengths, law, drawn)
+
+
+def judged(given: Input, draft: Draft, rule: str):
+    noise = dp.Noise(given.seeds, given.positions)
+    rows = fused.verify_draft(given.target, given.samplings, draft, noise, rule, allowed=given.allowed)
+    p = dp.warp(given.target, given.samplings, None, draft, given.allowed)
+    return rows, RULES[rule](p, draft, noise)
+
+
+@pytest.mark.parametrize("rule", CHAINS)
+def test_a_draft_is_judged_by_the_laws_it_was_drawn_from(rule, calls, device):
+    """Every row drawn in a way of its own: warm, filtered, greedy."""
+    drafts = [S(temperature=0.7), S(temperature=1.2, top_k=9), S(temperature=0.0)]
+    given = make([S(temperature=0.8)] * 3, drafts=drafts, V=300, K=2, device=device, seed=4, ragged=False)
+    rows, want = judged(given, settled(given), rule)
+    assert rows.faults.tolist() == [0, 0, 0]
+    assert_same(dp.Verdict(rows.tokens, rows.accepted), want)
+
+
+def test_a_draft_over_a_smaller_vocabulary_is_judged_by_its_own_entries(calls, device):
+    given = make([S(temperature=0.8), S()], V=200, K=2, device=device, entries=120, seed=2)
+    rows, want = judged(given, settled(given), "block")
+    assert rows.faults.tolist() == [0, 0]
+    assert_same(dp.Verdict(rows.tokens, rows.accepted), want)
+
+
+def test_rows_that_were_chosen_stand_beside_rows_that_were_drawn(calls, device):
+    given = make([S(temperature=0.8)] * 3, V=100, K=2, device=device, ragged=False)
+    drawn = torch.tensor([[True, True], [False, False], [True, False]], device=device)
+    rows, want = judged(given, settled(given, drawn), "token")
+    assert rows.faults.tolist() == [0, 0, fused.ODD_LAWS]  # a mixture inside a row is for the reference
+    assert rows.tokens[:2].tolist() == want.tokens[:2].tolist()
+
+
+def test_laws_that_differ_inside_a_row_are_for_the_reference(calls, device):
+    given = make([S()] * 3, V=100, K=2, device=device, ragged=False)
+    law = settled(given).law
+    scale = law.scale.clone()
+    scale[1, 1] = 2.0
+    point = law.point.clone()
+    point[2] = (given.tokens[2] + 1) % 100
+    draft = Draft(given.tokens, given.lengths, replace(law, scale=scale, point=point, plain=False))
+    assert judged(given, draft, "token")[0].faults.tolist()[1:] == [fused.ODD_LAWS] * 2
+
+
+def test_a_draft_of_shared_noise_is_refused(calls, device):
+    given = make([S()], V=40, K=1, device=device)
+    with pytest.raises(dp.Inexact, match="drawn with the target's own noise"):
+        judged(given, replace(settled(given), shared_noise=True), "block")
+
+
+def test_the_map_of_a_vocabulary_is_the_checked_one(device):
+    from draftproof.verify.entrance import _unchecked
+
+    ids = torch.tensor([4, 0, 7], device=device)
+    assert _unchecked(ids, 9).entry.tolist() == Vocab.of(ids, 9).entry.tolist()

@@ -1,0 +1,114 @@
+"""A head learns: it is accepted more than an untrained one, in its time, and over interruptions."""
+
+import json
+import time
+
+import pytest
+import torch
+import transformers as tf
+
+from draftproof.engine.load import load
+from draftproof.models.headfile import load as load_head
+from draftproof.models.headfile import save
+from draftproof.train import corpus as corpora
+from draftproof.train.budget import PausedError
+from draftproof.train.in_loop import OVERALL, held_out, tallies
+from draftproof.train.plan import Plan
+from draftproof.train.train import Watch, new_head, train
+from models.tiny_tokenizers import byte_level
+from train.pupils import Ticks, pupil, save_pupil
+
+SMALL = {"length": 64, "batch": 8, "depth": 3, "vocab": 200, "learning_rate": 0.02}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_pupil(tmp_path_factory.mktemp("pupil"))
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("heads") / "head"
+    return out, train(Plan(target=folder, out=out, minutes=1.0, device="cpu", **SMALL), clock=Ticks(0.04))
+
+
+def per_pass(folder, head, **sampling):
+    engine = load(folder, f"head:{head}", device="cpu", num_draft_tokens=3)
+    return tallies(engine, held_out()[:24], sampling, max_tokens=48)[OVERALL].per_pass
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_trained_head_is_accepted_more_than_an_untrained_one(folder, trained, tmp_path, temperature):
+    out, _ = trained
+    _, meta = load_head(out)
+    save(tmp_path, new_head(pupil(), 0), meta)
+    knows, guesses = (per_pass(folder, head, temperature=temperature) for head in (out, tmp_path))
+    assert knows > guesses + 0.15, (knows, guesses)
+
+
+def test_data_and_training_end_when_they_should(trained):
+    _, figures = trained
+    assert figures["seconds"]["data"] == pytest.approx(15.0, abs=3.0)
+    assert figures["seconds"]["data"] + figures["seconds"]["training"] == pytest.approx(54.0, abs=2.0)
+
+
+def test_the_figures_tell_how_it_was_made_and_how_it_fared(trained):
+    out, figures = trained
+    assert json.loads((out / "figures.json").read_text())["steps"] == figures["steps"] > 50
+    assert len(figures["held_out"]["accepted"]) == 3
+    assert figures["held_out"]["accepted"][0] > 0.2
+    assert 0.5 < figures["held_out"]["mass_kept"] <= 1.0
+    assert set(figures["tokens_per_pass"]) == {"T=1", "T=0.7 top-p 0.9", "T=0"}
+    assert all(OVERALL in column for column in figures["tokens_per_pass"].values())
+    assert (out / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    _, meta = load_head(out)
+    assert len(meta.ids) == 200
+    assert byte_level().eos_token_id in meta.ids
+    assert meta.training["steps"] == figures["steps"]
+
+
+def test_a_paused_run_goes_on_where_it_was(folder, tmp_path):
+    plan = Plan(target=folder, out=tmp_path / "head", minutes=0.4, device="cpu", **SMALL)
+    with pytest.raises(PausedError):
+        train(plan, pause=12.0, clock=Ticks(0.06))
+    state = torch.load(plan.out / "work" / "student.pt", weights_only=True)
+    assert not (plan.out / "head.json").exists()
+    steps = []
+    figures = train(plan, resume=True, clock=Ticks(0.06), watch=Watch(progress=lambda now: steps.append(now.steps)))
+    assert min(steps) > state["steps"] > 0
+    assert figures["steps"] > state["steps"]
+    assert figures["seconds"]["all"] < 60 * plan.minutes + 5
+    assert (plan.out / "head.json").exists()
+
+
+def test_an_interrupted_run_has_lost_no_more_than_what_followed_its_checkpoint(folder, tmp_path):
+    """Ctrl-C in the training: data and what was spent are kept."""
+    plan = Plan(target=folder, out=tmp_path / "head", minutes=0.4, device="cpu", **SMALL)
+
+    def interrupt(now):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(plan, clock=Ticks(0.06), watch=Watch(progress=interrupt))
+    texts = len(corpora.kept(plan.out / "work"))
+    assert train(plan, resume=True, clock=Ticks(0.06))["texts"] >= texts - texts // 32 - 1
+
+
+def test_the_time_budget_is_kept(folder, tmp_path):
+    plan = Plan(target=folder, out=tmp_path / "head", minutes=0.2, device="cpu", **SMALL)
+    began = time.monotonic()
+    train(plan)
+    assert time.monotonic() - began < 2 * 12  # a loaded machine may take longer for the last few answers and the plot
+
+
+def test_a_vocabulary_larger_than_the_target_s_is_refused_before_any_work(folder, tmp_path):
+    with pytest.raises(ValueError, match=f"vocab=9999: .* has {len(byte_level())} tokens"):
+        train(Plan(target=folder, out=tmp_path / "head", vocab=9999, device="cpu"))
+
+
+def test_an_encoder_is_refused(tmp_path):
+    config = tf.T5Config(vocab_size=len(byte_level()), d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
+    tf.T5ForConditionalGeneration(config).eval().save_pretrained(tmp_path / "t5")
+    byte_level().save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="has an encoder"):
+        train(Plan(target=str(tmp_path / "t5"), out=tmp_path / "head", device="cpu"))

@@ -1,0 +1,42 @@
+"""What stands around a user's and an assistant's words is read off the chat template."""
+
+import copy
+
+import pytest
+
+from draftproof.train.turns import turns_of
+from models.tiny_tokenizers import byte_fallback, byte_level
+
+
+def test_a_chat_is_put_together_as_the_template_would():
+    tokenizer = byte_level()
+    turns = turns_of(tokenizer)
+    said = {name: tokenizer.encode(name, add_special_tokens=False) for name in ("why", "so", "oh")}
+    messages = [("user", "why"), ("assistant", "so"), ("user", "oh")]
+    whole = tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in messages],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    made = [*turns.opening, *said["why"], *turns.to_assistant, *said["so"], *turns.to_user, *said["oh"]]
+    assert turns.is_chat
+    assert [*made, *turns.to_assistant] == whole
+
+
+def test_a_change_of_turns_begins_with_what_ends_one():
+    tokenizer = byte_level()
+    turns = turns_of(tokenizer)
+    assert turns.to_assistant[0] == turns.to_user[0] == tokenizer.eos_token_id
+
+
+def test_without_a_template_texts_begin_as_the_tokenizer_says():
+    tokenizer = byte_fallback()
+    assert not turns_of(tokenizer).is_chat
+    assert turns_of(tokenizer).opening == tuple(tokenizer.encode(""))
+
+
+def test_a_template_that_swallows_words_is_refused():
+    tokenizer = copy.copy(byte_level())
+    tokenizer.chat_template = "hello"
+    with pytest.raises(ValueError, match="leaves out what was said"):
+        turns_of(tokenizer)
