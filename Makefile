@@ -44,7 +44,8 @@ test-all: check
 	$(TEST) -m "not gpu"
 
 test-gpu:
-	PYTHONPATH=src python3 -m pytest -p no:cacheprovider -m gpu tests/kernels
+	PYTHONPATH=src python3 -m pytest -c tests/kernels/gpu.ini --confcutdir=tests/kernels -p no:cacheprovider -m gpu \
+		tests/kernels
 
 controls: $(READY)
 	$(TEST) tests/test_controls.py --write-controls

@@ -24,9 +24,10 @@ import transformers
 
 import draftproof as dp
 from draftproof.audit.asked import Asked
-from draftproof.audit.bets import Bettor
+from draftproof.audit.bets import Bettor, as_drafter
 from draftproof.audit.betting import Betting
 from draftproof.audit.examine import audit
+from draftproof.audit.head import with_states
 from draftproof.audit.positions import Positions, Text
 from draftproof.audit.teacher import Teacher
 from draftproof.audit.wealth import STRENGTHS
@@ -102,7 +103,9 @@ def cost(plain: dp.Engine, name: str, drafter: str, sampling: dp.Sampling, texts
     """Seconds of the audit over seconds of decoding, text by text."""
     engine = dp.load(plain.hf, drafter, tokenizer=plain.tokenizer)
     teacher = Teacher(plain.hf)
-    law = Teacher(plain.model.first_layers(LAYERS)) if drafter.startswith("early") else None
+    law = as_drafter(
+        plain.model.first_layers(LAYERS) if drafter.startswith("early") else with_states(drafter, plain.hf)
+    )
     asked = Asked(((0,),), sampling, ALPHA, 0.02, 1, 64, 1, 0, "bets")
     betting = Betting(teacher, Bettor(sampling, teacher.tolerance(sampling), law), asked, ALPHA)
     ratios, decoding = [], []
@@ -172,6 +175,7 @@ def main() -> None:
     result["cost"] = {
         "ngram, temperature 0.8, top-p 0.95": cost(plain, "ngram, warm", "ngram", WARM, 6),
         "ngram, temperature 1": cost(plain, "ngram, plain", "ngram", dp.Sampling(), 6),
+        "head, temperature 1": cost(plain, "head", "head", dp.Sampling(), 6),
         f"early-exit:{LAYERS}, temperature 1": cost(plain, "early exit", f"early-exit:{LAYERS}", dp.Sampling(), 3),
     }
     print("skipped residual", flush=True)

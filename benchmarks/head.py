@@ -98,13 +98,14 @@ def clock(target: Any, words: Any, unpacked: Any, options: argparse.Namespace) -
     prompts = held_out()[: 8 * options.prompts_of_a_kind]
     table = {}
     for name, sampling in CLOCKED.items():
-        plain, head = (dp.load(target, drafter, tokenizer=words) for drafter in (None, options.drafter))
-        times = {contender: Times() for contender in ("plain", "head", "transformers")}
+        drafters = {"plain": None, "head": options.drafter, "suffix+head": f"suffix+{options.drafter}"}
+        engines = {contender: dp.load(target, drafter, tokenizer=words) for contender, drafter in drafters.items()}
+        times = {contender: Times() for contender in (*engines, "transformers")}
         calls = {
-            "plain": ours(plain, sampling, options.clocked_tokens, times["plain"]),
-            "head": ours(head, sampling, options.clocked_tokens, times["head"]),
-            "transformers": theirs(unpacked, sampling, options.clocked_tokens),
+            contender: ours(engine, sampling, options.clocked_tokens, times[contender])
+            for contender, engine in engines.items()
         }
+        calls["transformers"] = theirs(unpacked, sampling, options.clocked_tokens)
         for call in calls.values():
             call(encode("Hello!", words))  # the first text of a process pays for all
         _take_turns(prompts, words, calls, times)

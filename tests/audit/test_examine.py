@@ -5,6 +5,7 @@ import torch
 
 import draftproof as dp
 from audit.speaker import Speaker, pair
+from draftproof.audit import ruling
 from draftproof.audit.decoder import Decoder, Said
 from draftproof.audit.examine import audit
 from draftproof.core.sampling import Sampling
@@ -65,6 +66,14 @@ def test_too_few_rejections_are_not_enough_evidence_and_it_says_how_many_more_to
     assert "rejections" in found.reason
     assert found.more_tokens is not None
     assert found.more_tokens > 10_000
+
+
+def test_nobody_is_acquitted_while_much_speaks_against_him(monkeypatch):
+    clean = audit(Speaker(TARGET, DRAFT), TARGET, PROMPTS, **HOW)
+    monkeypatch.setattr(ruling, "SUSPENSE", clean.log_evidence - 1e-6)  # as if that were much
+    found = audit(Speaker(TARGET, DRAFT), TARGET, PROMPTS, **HOW, max_tokens=clean.tokens)
+    assert (found.verdict, found.tokens) == ("not enough evidence", clean.tokens)
+    assert "stands at" in found.reason
 
 
 def test_a_decoder_that_drafts_nothing_is_never_clean():

@@ -4,8 +4,14 @@ import json
 import sys
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import draftproof as dp
+from draftproof.engine import load as door
+from draftproof.models import headfile
+from draftproof.models.head import Head
+from draftproof.models.tapped import shape_for
 
 QUICK = ("--bias", "0.9", "--length", "24", "--batch", "8", "--num-draft-tokens", "2")
 
@@ -29,6 +35,33 @@ def test_a_clean_engine_leaves_with_0_and_its_certificate_is_kept(run, model, pr
     certificate = dp.Certificate.load(kept)
     assert certificate.coverage.rejected > 0
     assert page.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("name", ["head", "suffix+head"])
+def test_bets_on_a_heads_own_law_decide(run, model, prompts, tmp_path, name):
+    target = AutoModelForCausalLM.from_pretrained(model)
+    meta = headfile.meta_for(target, tuple(range(40, 140)), target="tiny", training={}, licence="")
+    headfile.save(tmp_path, Head(shape_for(target)), meta)
+    how = ("--target", model, "--prompts", prompts, *QUICK, "--save", str(tmp_path / "audit.json"))
+    said = run("audit", "--drafter", f"{name}:{tmp_path}", *how)
+    assert said.status == 0, said.out + said.err
+    certificate = dp.Certificate.load(tmp_path / "audit.json")
+    assert certificate.tested["drafter model"] == "a head of 100 tokens"
+    assert certificate.smallest_bias == certificate.visible["toward the drafter's law"]
+
+
+def test_auto_is_what_it_stands_for(run, model, prompts):
+    said = run("audit", "--target", model, "--drafter", "auto", "--prompts", prompts, "-n", "50", *QUICK)
+    assert "toward copied text" in said.out
+    assert "drafter         NGram" in said.out
+
+
+def test_all_models_are_loaded_in_float32(run, model, draft_model, prompts, monkeypatch):
+    wanted, loaded = [], door._loaded
+    monkeypatch.setattr(door, "_loaded", lambda spec, *how: wanted.append(how[1]) or loaded(spec, *how))
+    run("audit", "--target", model, "--draft-model", draft_model, "--prompts", prompts, "-n", "20", *QUICK)
+    run("audit", "--target", model, "--engine", "transformers", "--prompts", prompts, "-n", "20", *QUICK)
+    assert wanted == [torch.float32] * 4
 
 
 def test_greedy_decoding_is_compared(run, model, prompts):

@@ -51,7 +51,7 @@ def test_a_command_alone_shows_and_changes_nothing(conversation, model):
     shown = [
         obey(conversation, line) for line in ("/target", "/drafter", "/rule", "/draft-length", "/sampling", "/seed")
     ]
-    assert shown[:4] == [model, "ngram", "block", "auto"]
+    assert shown[:4] == [model, "auto", "block", "auto"]
     assert shown[5] == "seed 3"
     assert conversation.settings.sampling == SAMPLING
 

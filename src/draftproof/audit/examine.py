@@ -11,6 +11,7 @@ from draftproof.audit.certificate import Certificate
 from draftproof.audit.decoder import Decoder
 from draftproof.audit.facts import check_the_same, facts_of, untested
 from draftproof.audit.greedy import Greedy
+from draftproof.audit.head import with_states
 from draftproof.audit.joint import CELLS, DEPTH, Joint
 from draftproof.audit.positions import Text
 from draftproof.audit.ruling import ByBets
@@ -64,8 +65,9 @@ def audit(
     bias        the smallest share ε of a mixture (1 − ε)·p + ε·bet that must be found; with a small vocabulary the
                 smallest total variation of three tokens
     max_tokens  how many to look at, at most; default: what a small vocabulary needs, else 200,000
-    drafter     who drafts, where that is known: a draft model, or a function from the tokens before to a law; "ngram"
-                or any other name says that drafts are copied from the text
+    drafter     who drafts, where that is known: a draft model, or a function from the tokens before to a law; "head",
+                "head:folder", "suffix+head" or a `FittedHead`, whose law is found from the target's states; any other
+                name, as "ngram", says that drafts are copied from the text
     length      tokens a text; and `batch` texts are asked for at a time
     tolerance   the factor by which rounding may change a probability; default by the model's type
     method      "joint" (vocabularies up to 16), "bets", "greedy" (temperature 0), or whichever fits
@@ -73,6 +75,7 @@ def audit(
     watch       called with the certificate as it stands, after every batch and at the end
     """
     teacher = target if isinstance(target, Teacher) else Teacher(target, tolerance=tolerance)
+    drafter = with_states(drafter, teacher.model)
     method = _method(method, teacher, sampling)
     asked = Asked(
         prompts=tuple(map(_ids, prompts)),

@@ -14,6 +14,10 @@ from draftproof.audit.wealth import growth_needed
 
 METHOD: Final = "bets on every token"
 
+SUSPENSE: Final = math.log(10.0)
+"""The evidence above which nobody is acquitted: an exact decoder gets there one time in ten at most, and an audit that
+goes on decides it."""
+
 
 def visible(betting: Betting) -> float | None:
     """The smallest share that each of the decisive bets would have found; None where one would have found nothing."""
@@ -29,8 +33,8 @@ def covered(betting: Betting) -> bool:
 
 
 def settled(betting: Betting) -> bool:
-    """Whether more tokens would change nothing: bias was found, or would have been."""
-    if betting.biased or not covered(betting):
+    """Whether more tokens would change nothing: bias was found, or would have been, and nothing points to any."""
+    if betting.biased or not covered(betting) or betting.wealth.log_evidence > SUSPENSE:
         return betting.biased
     seen = visible(betting)
     return seen is not None and seen <= betting.asked.bias
@@ -61,6 +65,9 @@ def missing(betting: Betting) -> str:
     if not covered(betting):
         needed = rejections_needed(asked, betting.alpha)
         return f"{coverage.rejected:,.0f} rejections were seen, and a bias of {asked:g} needs {needed:,}"
+    if betting.wealth.log_evidence > SUSPENSE:
+        evidence = math.exp(betting.wealth.log_evidence)
+        return f"the evidence stands at {evidence:.3g}, too much to acquit and too little to convict: resume the audit"
     if betting.unbet > betting.tokens / 2:
         where = f"at {betting.unbet:,} of {betting.tokens:,} positions"
         return f"{where} a cutoff lay within rounding of a token: audit in float32, or without top_k, top_p and min_p"
@@ -77,7 +84,7 @@ def more_tokens(betting: Betting) -> int | None:
     factors = [share_needed(wealth.growth_at(name, bias), wanted) for name in betting.bettor.decisive]
     factors.append(share_needed(betting.coverage.rejected, rejections_needed(bias, betting.alpha)))
     most = max(factors)
-    return None if math.isinf(most) else math.ceil(betting.tokens * (most - 1))
+    return None if math.isinf(most) or most <= 1 else math.ceil(betting.tokens * (most - 1))
 
 
 def findings(betting: Betting) -> dict[str, Any]:

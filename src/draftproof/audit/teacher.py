@@ -140,13 +140,17 @@ class Teacher:
 
     def _logits(self, tokens: Int[Tensor, "B T"], scored: int) -> Float[Tensor, "B J V"]:
         """Of the last `scored` positions. Rows are padded on the right, where a causal model does not look."""
-        tokens = tokens.to(self.model.device)
         if self._config is None:
+            tokens = tokens.to(self.model.device)
             logits: Tensor = self.model(tokens, self.model.new_cache(len(tokens), tokens.shape[1])).logits
             return logits[:, tokens.shape[1] - scored :]
-        few = {"logits_to_keep": scored} if "logits_to_keep" in signature(self.model.forward).parameters else {}
-        made: Tensor = self.model(input_ids=tokens, use_cache=False, **few).logits
+        made: Tensor = self._pass(tokens, scored).logits
         return made[:, -scored:]
+
+    def _pass(self, tokens: Int[Tensor, "B T"], scored: int, **wanted: Any) -> Any:
+        """What a transformers model shows; where it can it scores the last `scored` positions only."""
+        few = {"logits_to_keep": scored} if "logits_to_keep" in signature(self.model.forward).parameters else {}
+        return self.model(input_ids=tokens.to(self.model.device), use_cache=False, **few, **wanted)
 
     def describe(self) -> dict[str, str]:
         """Which model this is, for a certificate: its kind, and a hash of its weights."""

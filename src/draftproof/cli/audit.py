@@ -17,6 +17,7 @@ processors. An exact decoder is called biased with a chance of at most --alpha, 
 \b
 Examples:
   draftproof audit                                             this engine, the bundled model, n-gram drafts
+  draftproof audit --drafter head                              drafts of the trained head; bets on its own law
   draftproof audit --drafter early-exit:20 --rule token --sampling temperature=0.8,top_p=0.95
   draftproof audit --engine transformers-assisted --target DIR --draft-model DIR --html audit.html
   draftproof audit --engine command --command "python my_decoder.py" --drafter ngram
@@ -24,8 +25,8 @@ Examples:
   draftproof audit --resume audit.json --max-tokens 100000     and the rest of it
 
 It leaves with 0 if no bias was found, 1 if the decoder is biased, 2 if the evidence does not suffice. Ctrl-C ends early
-and shows what was seen. A program for --engine command reads {"prompt": [ids], "sampling": {…}, "max_tokens": n,
-"seed": s} and writes {"tokens": [ids]}, a line each.
+and shows what was seen. Models are loaded in float32. A program for --engine command must decode in float32 too; it
+reads {"prompt": [ids], "sampling": {…}, "max_tokens": n, "seed": s} and writes {"tokens": [ids]}, a line each.
 """
 
 

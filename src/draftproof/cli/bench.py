@@ -27,7 +27,7 @@ At temperature 0, the default, all contestants should say the same: "same text" 
 @click.command(help=HELP, short_help="Speed against plain decoding, by kind of text; also transformers'.")
 @click.option("--target", metavar="MODEL", default="smollm2", show_default=True, help="smollm2, a folder or a hub id.")
 @click.option(
-    "--drafter", "drafters", multiple=True, metavar="NAME", help="May be given several times. [ngram, suffix]"
+    "--drafter", "drafters", multiple=True, metavar="NAME", help="May be given several times. [auto, ngram, suffix]"
 )
 @click.option("--draft-model", metavar="MODEL", help="Also a smaller model: a folder or a hub id.")
 @click.option("--rule", "rules", multiple=True, type=click.Choice(RULES), help="May be given several times. [block]")

@@ -17,6 +17,7 @@ from draftproof.cli.opening import open_engine
 from draftproof.cli.options import Choice, check_drafter, drafter_of
 from draftproof.cli.screen import screen
 from draftproof.cli.waiting import waiting
+from draftproof.drafters.table import meant
 from draftproof.engine.engine import Engine
 from draftproof.models.text import encode
 
@@ -67,8 +68,8 @@ def bench(asked: Asked) -> int:
 
 
 def _contestants(asked: Asked, plain: Engine) -> list[Contestant]:
-    names = [name for name in asked.drafters or ("ngram", "suffix") if drafter_of(name) is not None]
-    drafters: list[tuple[str, Any]] = [(name, name) for name in names]
+    names = [name for name in asked.drafters or ("auto", "ngram", "suffix") if drafter_of(name) is not None]
+    drafters: list[tuple[str, Any]] = [(name, name) for name in dict.fromkeys(meant(name, plain.hf) for name in names)]
     draft_model = None
     if asked.draft_model is not None:
         draft_model = open_engine(Choice(asked.draft_model, None, device=asked.device)).hf

@@ -14,16 +14,18 @@ from draftproof.cli.engines import Engines
 from draftproof.cli.options import Choice
 from draftproof.cli.streaming import Answer, streamed
 from draftproof.cli.waiting import waiting
+from draftproof.drafters.table import meant
 
 
-def contestants(choice: Choice, layers: int | None) -> dict[str, Choice]:
-    """Plain decoding, a speculating model, n-grams; `layers` is how many the target has.
+def contestants(choice: Choice, hf: Any) -> dict[str, Choice]:
+    """Plain decoding, a drafter that draws, n-grams; `hf` is the target.
 
-    The chosen drafter speculates; where that is n-grams or nobody, half of the target's own layers do.
+    The chosen drafter draws; where that is n-grams or nobody, half of the target's own layers do.
     """
-    chosen = choice.drafter if choice.drafter not in (None, "ngram") else None
+    chosen = None if choice.drafter is None else meant(choice.drafter, hf)
+    layers = layers_of(hf)
     half = f"early-exit:{max(1, layers // 2)}" if layers else None
-    names = [name for name in (chosen or half, "ngram") if name is not None]
+    names = [name for name in (chosen if chosen != "ngram" else half, "ngram") if name is not None]
     return {"plain": replace(choice, drafter=None)} | {name: replace(choice, drafter=name) for name in names}
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-HELP = """Answer one prompt with plain and with speculative decoding, side by side; then explain one round.
+HELP = """Answer two prompts with plain and with speculative decoding, side by side; then explain one round.
 
 Writes a page to step through (demo/explain.html) and says what to try next.
 """

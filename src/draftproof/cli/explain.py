@@ -18,12 +18,11 @@ Kept tokens are green, rejected ones red and struck through; each round closes w
 Examples:
   draftproof explain "Say 'tick tock' ten times."
   draftproof explain "Why is the sky blue?" --html page.html     a page to step through, for a class
-  draftproof explain "…" --drafter early-exit:28                 guesses drawn from a law of their own: a real q
+  draftproof explain "…" --drafter ngram                         guesses copied from the text: q is 1
   draftproof explain "…" --rule block                            the draft judged as a whole
 
-The n-gram drafter chooses its guesses out of the text so far: nothing is drawn, so q is 1 on a guess, and p/q is just
-p. A model (--draft-model, or early-exit:N) draws them: q is its own probability. The first 28 of smollm2's 30 layers
-make a drafter that is good to look at, and no faster than plain decoding.
+The head that comes with smollm2, like any draft model, draws its guesses: q is its own probability. The n-gram drafter
+chooses them out of the text so far: nothing is drawn, so q is 1 on a guess, and p/q is just p.
 """
 
 

@@ -6,6 +6,8 @@ from draftproof.cli.options import Choice
 from draftproof.cli.waiting import waiting
 
 if TYPE_CHECKING:
+    import torch
+
     from draftproof.engine.engine import Engine
     from draftproof.verify import Verifier
 
@@ -18,8 +20,8 @@ def prepare(choice: Choice) -> None:
         bundled.fetch()
 
 
-def open_engine(choice: Choice, verifier: "Verifier | None" = None) -> "Engine":
-    """Load everything anew. `verifier` stands in for the rule's name, to watch it."""
+def open_engine(choice: Choice, verifier: "Verifier | None" = None, dtype: "torch.dtype | None" = None) -> "Engine":
+    """Load everything anew. `verifier` stands in for the rule's name, to watch it; `dtype` for the device's default."""
     prepare(choice)
     with waiting(f"Loading {choice.target}"):
         quiet_hosts()
@@ -31,6 +33,7 @@ def open_engine(choice: Choice, verifier: "Verifier | None" = None) -> "Engine":
             rule=verifier or choice.rule,
             num_draft_tokens=choice.num_draft_tokens,
             device=choice.device,
+            dtype=dtype,
         )
 
 

@@ -24,7 +24,7 @@ class Choice:
     """Which engine: its models, its drafter and its rule."""
 
     target: str = "smollm2"
-    drafter: str | None = "ngram"
+    drafter: str | None = "auto"
     rule: str = "block"
     num_draft_tokens: int | str = "auto"
     device: str | None = None
@@ -66,7 +66,7 @@ def drafter_of(word: str) -> str | None:
 
 
 def engine_options(
-    *, drafter: str = "ngram", rule: str = "block", rules: tuple[str, ...] = RULES, num_draft_tokens: str = "auto"
+    *, drafter: str = "auto", rule: str = "block", rules: tuple[str, ...] = RULES, num_draft_tokens: str = "auto"
 ) -> Option:
     """Gives a command `choice`. A command may have defaults of its own."""
     options: list[Option] = [
@@ -80,7 +80,8 @@ def engine_options(
         click.option(
             "--drafter", metavar="NAME", show_default=drafter,
             help="Who guesses: ngram, suffix, prompt-lookup, early-exit:N (the target's first N layers), head or "
-            "head:FOLDER (trained), suffix+head, auto (the head where there is one), or none for plain decoding.",
+            "head:FOLDER (trained), suffix+head, auto (the shipped head if it fits the target, else ngram), or none "
+            "for plain decoding.",
         ),
         draft_length_option(num_draft_tokens),
         click.option(

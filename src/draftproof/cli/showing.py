@@ -1,5 +1,6 @@
 """The demo's scenes: two ways to the same text, one round in words, and where to go from there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from draftproof.cli.options import Choice
 from draftproof.cli.screen import screen
 from draftproof.cli.streaming import Answer
 from draftproof.cli.watching import explained, settings_of
+from draftproof.drafters.table import meant
 from draftproof.explain.explanation import Explanation
 from draftproof.explain.page import write_page
 from draftproof.explain.recorder import Recorder
@@ -18,7 +20,8 @@ from draftproof.explain.story import about_closing, about_slot
 from draftproof.explain.terminal import legend, show_round
 from draftproof.explain.trace import Round
 
-PROMPT: Final = '''Rename the function `area` to `rectangle_area` in this file. Give back the full file.
+QUESTION: Final = "Explain to a ten-year-old how a bicycle stays upright."
+EDIT: Final = '''Rename the function `area` to `rectangle_area` in this file. Give back the full file.
 
 ```python
 """Shapes on a grid."""
@@ -46,11 +49,14 @@ def circle(radius):
         raise ValueError("radius must not be negative")
     return math.pi * radius ** 2
 ```'''
-WHY: Final = (
-    "The prompt asks for a small edit of a file. Most of the answer stands in the prompt already, so the n-gram "
-    "drafter, which looks up what followed the last few tokens before, guesses well and costs next to nothing. Where a "
-    "text repeats nothing it guesses seldom, and the speed is that of plain decoding."
-)
+WHY: Final = {
+    "head": "The drafter is a small head, trained on the model's own hidden states: it draws its guesses from a law of "
+    "its own, and the verification makes up for every difference to the model's.",
+    "suffix+head": "Where the text repeats itself it is copied; elsewhere a small head, trained on the model's own "
+    "hidden states, draws guesses from a law of its own, and the verification makes up for every difference.",
+    "ngram": "The drafter looks up what followed the last few tokens before. Where a text repeats nothing it guesses "
+    "seldom, and the speed is that of plain decoding.",
+}
 NEXT: Final = (
     'draftproof generate "Why is the sky blue?" --stats     or, with models of yours: --target … --draft-model …',
     "draftproof chat     then /compare on and /rounds on; /help lists the rest",
@@ -61,10 +67,13 @@ def show(out: Path, target: str, max_tokens: int) -> None:
     """All scenes, one after another."""
     console = screen()
     engines = Engines()
-    choice = Choice(target, "ngram", rule="token")
+    choice = Choice(target, rule="token")
+    drafter = meant("auto", engines.of(choice).hf)
     console.rule("1 · the same text, two ways")
-    console.print(WHY, style="bright_black")
-    _race(console, engines, choice, max_tokens)
+    console.print(WHY[drafter], style="bright_black")
+    for about, prompt in (("a question", QUESTION), ("a small edit of a file", EDIT)):
+        console.print(f"\n{about}:", style="bold")
+        _race(console, engines, {"plain": replace(choice, drafter=None), drafter: choice}, prompt, max_tokens)
     console.rule("2 · one round explained")
     explanation = _explained(engines, choice, max_tokens)
     _explain_one(console, explanation)
@@ -75,10 +84,9 @@ def show(out: Path, target: str, max_tokens: int) -> None:
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def _race(console: Console, engines: Engines, choice: Choice, max_tokens: int) -> None:
-    ways = {"plain": Choice(choice.target, None), "speculative (ngram)": choice}
+def _race(console: Console, engines: Engines, ways: dict[str, Choice], prompt: str, max_tokens: int) -> None:
     greedy = {"temperature": 0.0, "max_tokens": max_tokens}
-    plain, fast = contest.run(console, engines, ways, PROMPT, greedy).values()
+    plain, fast = contest.run(console, engines, ways, prompt, greedy).values()
     if not plain.tokens_per_second:
         return
     gain = fast.tokens_per_second / plain.tokens_per_second
@@ -95,9 +103,11 @@ def _verdict(plain: Answer, fast: Answer, gain: float) -> str:
 def _explained(engines: Engines, choice: Choice, max_tokens: int) -> Explanation:
     """Sampled this time: at temperature 0 the coins have nothing to decide."""
     recorder = Recorder(choice.rule)
-    sampling: dict[str, Any] = {"temperature": 0.5, "seed": 7}
+    sampling: dict[str, Any] = {"temperature": 0.7, "seed": 7}
     options = {**sampling, "max_tokens": min(max_tokens, 80)}
-    return explained(engines.of(choice, recorder), PROMPT, options, recorder, settings_of(choice, sampling), show=False)
+    return explained(
+        engines.of(choice, recorder), QUESTION, options, recorder, settings_of(choice, sampling), show=False
+    )
 
 
 def _explain_one(console: Console, explanation: Explanation) -> None:

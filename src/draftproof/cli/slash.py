@@ -155,7 +155,7 @@ def _quit(conversation: Conversation, argument: str) -> str:
 COMMANDS: Final[Mapping[str, Slash]] = {
     "/target": Slash("/target [MODEL]", "show or switch the target: smollm2, a folder, a hub id", _target),
     "/drafter": Slash(
-        "/drafter [NAME]", "none, ngram, suffix, prompt-lookup, early-exit:N, or a smaller model", _drafter
+        "/drafter [NAME]", "none, auto, ngram, suffix, prompt-lookup, early-exit:N, head, or a smaller model", _drafter
     ),
     "/rule": Slash("/rule [NAME]", "block, token, coupled or tree; all are exact", _rule),
     "/draft-length": Slash("/draft-length [auto|N]", "how many tokens are guessed a round", _draft_length),

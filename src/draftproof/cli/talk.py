@@ -15,6 +15,7 @@ from draftproof.cli.screen import screen
 from draftproof.cli.slash import COMMANDS, LeaveChat, obey
 from draftproof.cli.streaming import Answer, in_words
 from draftproof.core.types import Inexact
+from draftproof.drafters.table import meant
 from draftproof.explain.explanation import label
 from draftproof.explain.recorder import Recorder
 from draftproof.explain.terminal import legend, ribbon
@@ -49,10 +50,12 @@ def _answer(console: Console, conversation: Conversation, line: str) -> None:
 
 def _compared(console: Console, conversation: Conversation, line: str) -> None:
     choice = conversation.settings.choice
-    ways = contest.contestants(choice, contest.layers_of(conversation.engines.of(choice).hf))
+    hf = conversation.engines.of(choice).hf
+    ways = contest.contestants(choice, hf)
     prompt = conversation.prompt(line)
     answers = contest.run(console, conversation.engines, ways, prompt, conversation.options)
-    conversation.note(line, answers[choice.drafter or "plain"].text)
+    chosen = "plain" if choice.drafter is None else meant(choice.drafter, hf)
+    conversation.note(line, answers[chosen].text)
 
 
 def _spoken(console: Console, conversation: Conversation, line: str) -> None:

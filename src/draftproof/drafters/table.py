@@ -44,6 +44,11 @@ def is_name(spec: str) -> bool:
     return spec in DRAFTERS or spec.partition(":")[0] in OF_TARGET
 
 
+def meant(spec: str, hf: Any) -> str:
+    """The name that "auto" stands for with this target; any other name is itself."""
+    return spec if spec != AUTO else BEST if _has_head(hf) else OTHERWISE
+
+
 def default_branches(spec: object, rule: object) -> int:
     """Candidates at a node: one in a chain, and where only one text is copied."""
     if rule != "tree" or spec == PROMPT_LOOKUP:
@@ -72,7 +77,7 @@ def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf:
     if name == EARLY_EXIT:
         return _early_exit(spec, rest, target, branches)
     if name == AUTO:
-        return resolve(BEST if _has_head(hf) else OTHERWISE, target, branches=branches, hf=hf)
+        return resolve(meant(spec, hf), target, branches=branches, hf=hf)
     head = _head(spec, rest, hf, branches)
     return head if name == HEAD else Choice(Suffix(branches=branches), head)
 

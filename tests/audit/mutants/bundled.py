@@ -17,7 +17,7 @@ LAYERS = 28
 BUDGETS = {
     "residual_skipped": 2_000,
     "argmax_with_softmax_q": 1_500,
-    "raw_q": 2_000,
+    "min_p_dropped_on_verified_rows": 500,
     "target_at_temperature_one": 1_000,
     "redraws_after_a_mismatch": 6_000,
 }

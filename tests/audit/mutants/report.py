@@ -1,7 +1,7 @@
 """Runs every mutant and keeps the tables of docs/reading-a-certificate.md: `make audit-mutants`.
 
-With names as arguments only those are run anew; `--smollm2` runs the five on the bundled model, `--examples` the two
-certificates that the page shows.
+With names as arguments only those are run anew; with `--smollm2` the five on the bundled model, or those of them that
+are named; with `--examples` the two certificates that the page shows.
 """
 
 import json
@@ -129,7 +129,8 @@ def asked_for(names: list[str]) -> dict[str, Mutant]:
     if "--smollm2" in names:
         from draftproof.models import bundled
 
-        return {f"{SMOLLM2}{name}": mutant for name, mutant in bundled_mutants(*bundled.load()).items()}
+        made = bundled_mutants(*bundled.load())
+        return {f"{SMOLLM2}{name}": made[name] for name in [name for name in names if name in made] or made}
     return {name: MUTANTS[name] for name in names or MUTANTS}
 
 

@@ -1,0 +1,138 @@
+"""A head's law, found again from the text alone: it is the one that was drawn from, and the bets on it decide.
+
+Audits at α = 1e-6, seeds fixed; a clean one must have been able to see a mixture of 0.05 with the head's law. The
+controls, a head that lies about its law and a residual that is skipped, must be found.
+"""
+
+import pytest
+import torch
+
+import draftproof as dp
+from draftproof.audit.head import HeadTeacher, with_states
+from draftproof.audit.positions import Positions, Text
+from draftproof.core.sampling import Sampling
+from draftproof.drafters.choice import Choice
+from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.suffix import Suffix
+from draftproof.models import headfile
+from draftproof.models.toy import Toy
+from engine.heads import IDS, on_target, trained
+from engine.talk import unchecked
+from engine.test_head_laws import COLD, REDUCED, RawLaw
+from engine.tiny import PROMPT, V, llama
+
+PROMPTS = [list(PROMPT), [3, 4, 3, 4, 3], [6], [1, 2] * 9]  # the last is more than the drafter reads at a time
+SAMPLINGS = {
+    "plain": Sampling(),
+    "cut": Sampling(temperature=0.7, top_k=4, top_p=0.9),
+    "wary": Sampling(repetition_penalty=1.4, frequency_penalty=0.5, logit_bias={2: 1.5, 4: -0.5}),
+}
+
+
+class Watched(HeadDrafter):
+    """Notes what the first token of each draft was drawn from, by the text before it."""
+
+    def __init__(self, head):
+        super().__init__(head)
+        self.laws = {}
+
+    def propose(self, contexts, k, noise):
+        draft = super().propose(contexts, k, noise)
+        for b, context in enumerate(contexts):
+            if int(draft.lengths[b]):
+                self.laws[tuple(context.tokens)] = draft.law.probs()[b, 0].double()
+        return draft
+
+
+def found_again(texts: list[Text], sampling: Sampling) -> dict[tuple[int, ...], torch.Tensor]:
+    """The head's law at every position of the texts, by the text before it."""
+    positions = Positions.of(texts)
+    laws = HeadTeacher(on_target(REDUCED), llama()).laws(positions, sampling).p.double()
+    rows = zip(positions.before.tolist(), positions.length.tolist(), strict=True)
+    return {tuple(row[:n]): law for (row, n), law in zip(rows, laws, strict=True)}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+def test_the_law_is_the_one_that_was_drawn_from(sampling):
+    drafter = Watched(on_target(REDUCED))
+    said = dp.load(llama(), drafter, num_draft_tokens=3).decode(PROMPTS, sampling, max_tokens=20, seeds=range(4))
+    texts = [Text(tuple(prompt), tuple(each.tokens)) for prompt, each in zip(PROMPTS, said, strict=True)]
+    found = found_again(texts, sampling)
+    assert len(drafter.laws) > 20
+    for text, q in drafter.laws.items():
+        assert torch.allclose(found[text], q, atol=1e-5)
+    others = [found[text] for text in list(drafter.laws)[1:]]
+    apart = [(a - b).abs().sum() / 2 for a, b in zip(others, drafter.laws.values(), strict=False)]
+    assert max(apart) > 0.2, "laws of different texts are far apart, so a law of the wrong position would show"
+
+
+def test_it_is_zero_where_the_head_says_nothing_and_even_where_it_has_read_nothing():
+    [law] = HeadTeacher(on_target(REDUCED), llama()).probs([5], [0], Sampling())
+    wanted = torch.zeros(V, dtype=law.dtype)
+    wanted[list(IDS[:REDUCED])] = 1 / REDUCED
+    assert torch.allclose(law, wanted)
+    later = HeadTeacher(on_target(REDUCED), llama()).probs([5, 1], [0, 2], Sampling())
+    assert not later[:, list(IDS[REDUCED:])].any()
+
+
+# ------------------------------------------------------------------------------------------------------ whole audits
+
+HOW = {"method": "bets", "alpha": 1e-6, "bias": 0.05, "length": 12, "batch": 250, "max_tokens": 60_000}
+
+
+def audited(drafter, rule, sampling, known, **how) -> dp.Certificate:
+    engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=3, max_batch=250)
+    with unchecked():
+        return dp.audit(engine, llama(), PROMPTS[:2], sampling=sampling, drafter=known, **HOW | how)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("sampling", [Sampling(), COLD], ids=["plain", "cold"])
+def test_an_exact_engine_is_cleared_by_the_bet_on_the_heads_law(sampling):
+    found = audited(HeadDrafter(on_target(REDUCED)), "block", sampling, on_target(REDUCED))
+    assert found.verdict == "no bias found"
+    assert found.smallest_bias == found.visible["toward the drafter's law"]
+    assert found.tested["drafter model"] == "a head of 6 tokens"
+
+
+@pytest.mark.statistical
+def test_so_is_one_that_copies_in_some_rows():
+    both = Choice(Suffix(), HeadDrafter(on_target(REDUCED)), enough=3)
+    assert audited(both, "block", Sampling(), on_target(REDUCED), bias=0.1).verdict == "no bias found"
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_a_head_that_lies_about_its_law_is_found(rule):
+    found = audited(RawLaw(on_target(REDUCED)), rule, COLD, on_target(REDUCED))
+    assert found.verdict == "biased"
+
+
+@pytest.mark.statistical
+def test_a_skipped_residual_is_found_and_named_and_much_sooner_than_without_the_law():
+    found, blind = (
+        audited(HeadDrafter(on_target(REDUCED)), dp.lossy.unadjusted, Sampling(), known)
+        for known in (on_target(REDUCED), "ngram")
+    )
+    assert (found.verdict, blind.verdict) == ("biased", "biased")
+    assert "both hold likely" in found.found_by
+    assert 5 * found.found_at < blind.found_at
+
+
+# -------------------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("name", ["head", "suffix+head"])
+def test_a_head_may_be_named(name, tmp_path):
+    meta = headfile.meta_for(llama(), IDS, target="tiny", training={}, licence="")
+    headfile.save(tmp_path, trained(), meta)
+    named = with_states(f"{name}:{tmp_path}", llama())
+    law, wanted = (each.probs(PROMPT, [1, 2], Sampling()) for each in (named, HeadTeacher(on_target(), llama())))
+    assert torch.allclose(law, wanted, atol=1e-2)  # its file is in float16
+    assert with_states("ngram", llama()) == "ngram"
+
+
+def test_a_head_needs_a_target_with_states():
+    for drafter in ("head", on_target()):
+        with pytest.raises(ValueError, match="the target is a Toy"):
+            with_states(drafter, Toy.random(V))
