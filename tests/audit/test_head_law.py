@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import draftproof as dp
+from draftproof.audit.bets import as_drafter
 from draftproof.audit.head import HeadTeacher, with_states
 from draftproof.audit.positions import Positions, Text
 from draftproof.core.sampling import Sampling
@@ -136,3 +137,9 @@ def test_a_head_needs_a_target_with_states():
     for drafter in ("head", on_target()):
         with pytest.raises(ValueError, match="the target is a Toy"):
             with_states(drafter, Toy.random(V))
+
+
+@pytest.mark.parametrize("name", ["auto", "early-exit:1", "my drafter"])
+def test_a_name_that_does_not_tell_the_law_is_refused(name):
+    with pytest.raises(ValueError, match="the name of one that copies"):
+        as_drafter(with_states(name, llama()))

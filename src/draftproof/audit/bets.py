@@ -186,16 +186,24 @@ def _allowed(scores: Float[Tensor, "N V"], laws: Laws) -> Float[Tensor, "N V"]:
     return scores.masked_fill(laws.log_p == -torch.inf, -torch.inf).log_softmax(-1)
 
 
+COPYING: Final = ("ngram", "suffix", "prompt-lookup")
+"""Drafters that copy from the text. Of any other a name does not tell the law, and to bet on copies would find nothing
+wrong with a skipped residual."""
+
+
 def as_drafter(drafter: Any) -> Teacher | LawOf | None:
     """A draft model, its `Teacher`, or a function from the tokens before to a law; None or a name where the drafts are
     copied from the text."""
-    if drafter is None or isinstance(drafter, (Teacher, str)):
-        return None if isinstance(drafter, str) else drafter
+    if drafter is None or isinstance(drafter, Teacher):
+        return drafter
+    if isinstance(drafter, str) and drafter in COPYING:
+        return None
     if getattr(drafter, "config", None) is not None or hasattr(drafter, "new_cache"):
         return Teacher(drafter)
     if callable(drafter):
         law: LawOf = drafter
         return law
     raise ValueError(
-        f"drafter must be a draft model, a function from tokens to a law, or None; got a {type(drafter).__name__}"
+        "drafter must be a draft model, a head, a function from tokens to a law, the name of one that copies "
+        f"({', '.join(COPYING)}), or None; got {drafter!r:.80}"
     )

@@ -66,8 +66,8 @@ def audit(
                 smallest total variation of three tokens
     max_tokens  how many to look at, at most; default: what a small vocabulary needs, else 200,000
     drafter     who drafts, where that is known: a draft model, or a function from the tokens before to a law; "head",
-                "head:folder", "suffix+head" or a `FittedHead`, whose law is found from the target's states; any other
-                name, as "ngram", says that drafts are copied from the text
+                "head:folder", "suffix+head" or a `FittedHead`, whose law is found from the target's states; "ngram",
+                "suffix" or "prompt-lookup" say that drafts are copied from the text
     length      tokens a text; and `batch` texts are asked for at a time
     tolerance   the factor by which rounding may change a probability; default by the model's type
     method      "joint" (vocabularies up to 16), "bets", "greedy" (temperature 0), or whichever fits
