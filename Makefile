@@ -9,7 +9,7 @@ TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
 .PHONY: help venv demo test test-all test-gpu check controls bench clean audit-mutants test-vllm
 
 help:
-	@echo "make demo      one prompt, plain and speculative, side by side, on the bundled model"
+	@echo "make demo      two prompts, plain and speculative, side by side, on the bundled model"
 	@echo "make test      lint, types and a budgeted test run that proves every claim once"
 	@echo "make test-all  everything, the slow tests included"
 	@echo "make test-gpu  what needs a CUDA device"
@@ -53,6 +53,8 @@ controls: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/verify_cpu.py
 	$(BIN)/python benchmarks/engine_cpu.py
+	$(BIN)/python benchmarks/head.py
+	$(BIN)/python benchmarks/audit.py
 
 audit-mutants: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m audit.mutants.report

@@ -68,6 +68,13 @@ def test_too_few_rejections_are_not_enough_evidence_and_it_says_how_many_more_to
     assert found.more_tokens > 10_000
 
 
+def test_nobody_is_acquitted_whose_drafter_is_unknown():
+    """With rounds told, but no law to bet on: drafts that are kept too often would look like nothing."""
+    found = audit(Speaker(TARGET, DRAFT), TARGET, PROMPTS, **{**HOW, "drafter": None}, max_tokens=4_000)
+    assert found.verdict == "not enough evidence"
+    assert "who drafted is unknown" in found.reason
+
+
 def test_nobody_is_acquitted_while_much_speaks_against_him(monkeypatch):
     clean = audit(Speaker(TARGET, DRAFT), TARGET, PROMPTS, **HOW)
     monkeypatch.setattr(ruling, "SUSPENSE", clean.log_evidence - 1e-6)  # as if that were much

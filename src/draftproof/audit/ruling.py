@@ -32,9 +32,15 @@ def covered(betting: Betting) -> bool:
     return betting.coverage.rejected >= rejections_needed(betting.asked.bias, betting.alpha)
 
 
+def known(betting: Betting) -> bool:
+    """Whether it is known what was drafted: by a law, which is bet on, or by copying. Drafts drawn from a law that no
+    bet knows can be kept far too often and look like nothing."""
+    return betting.copying or betting.bettor.drafter is not None
+
+
 def settled(betting: Betting) -> bool:
     """Whether more tokens would change nothing: bias was found, or would have been, and nothing points to any."""
-    if betting.biased or not covered(betting) or betting.wealth.log_evidence > SUSPENSE:
+    if betting.biased or not known(betting) or not covered(betting) or betting.wealth.log_evidence > SUSPENSE:
         return betting.biased
     seen = visible(betting)
     return seen is not None and seen <= betting.asked.bias
@@ -62,6 +68,8 @@ def missing(betting: Betting) -> str:
     asked, coverage, seen = betting.asked.bias, betting.coverage, visible(betting)
     if coverage.source == "unknown":
         return "how much was drafted is unknown: give a drafter to replay, or a decoder that tells its rounds"
+    if not known(betting):
+        return "who drafted is unknown: give the drafter, a model or a head, or the name of one that copies"
     if not covered(betting):
         needed = rejections_needed(asked, betting.alpha)
         return f"{coverage.rejected:,.0f} rejections were seen, and a bias of {asked:g} needs {needed:,}"
@@ -77,7 +85,7 @@ def missing(betting: Betting) -> str:
 
 def more_tokens(betting: Betting) -> int | None:
     """How many more tokens like those seen would settle it; None where it is settled or cannot be told."""
-    if settled(betting) or betting.coverage.source == "unknown" or not betting.tokens:
+    if settled(betting) or betting.coverage.source == "unknown" or not known(betting) or not betting.tokens:
         return None
     bias, wealth = betting.asked.bias, betting.wealth
     wanted = growth_needed(len(wealth.names), betting.alpha)

@@ -20,7 +20,7 @@ from draftproof.explain.story import about_closing, about_slot
 from draftproof.explain.terminal import legend, show_round
 from draftproof.explain.trace import Round
 
-QUESTION: Final = "Explain to a ten-year-old how a bicycle stays upright."
+QUESTION: Final = "What should I pack for a weekend in the mountains?"
 EDIT: Final = '''Rename the function `area` to `rectangle_area` in this file. Give back the full file.
 
 ```python
