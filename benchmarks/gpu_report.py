@@ -26,6 +26,10 @@ def table(lines: Lines) -> str:
     return "\n".join(text)
 
 
+PEERS = {"FlashInfer": "C0", "SGLang": "C1", "torch": "C2", "vLLM v1": "C3", "vLLM v2": "C4", "vLLM v2 block": "C5"}
+"""A colour for each, the same in all panels."""
+
+
 def plot(lines: Lines, path: Path) -> None:
     """Time against batch size, with the memory's own time and the peers'."""
     import matplotlib
@@ -53,7 +57,7 @@ def _panel(axis: Any, ours: Lines) -> None:
     batches = [line["B"] for line in ours]
     for name in sorted({name for line in ours for name in line.get("peers", {})}):
         known = [(line["B"], line["peers"][name]) for line in ours if line["peers"].get(name) is not None]
-        axis.plot(*zip(*known, strict=True), marker=".", linewidth=1, alpha=0.7, label=name)
+        axis.plot(*zip(*known, strict=True), marker=".", linewidth=1, alpha=0.7, label=name, color=PEERS[name])
     axis.plot(batches, [line["time"] for line in ours], marker="o", linewidth=2, color="black", label="draftproof")
     axis.plot(batches, [line["floor"] for line in ours], linestyle=":", color="black", label="every logit read once")
     axis.set_xscale("log", base=2)

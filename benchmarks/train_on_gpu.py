@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--head", type=Path, default=Path("build/head"))
     parser.add_argument("--minutes", type=float, default=10.5, help="for data, training and evaluation, all commands")
     parser.add_argument("--until", type=float, default=math.inf, help="this command must be over then, as date +%%s")
-    parser.add_argument("--length", type=int, default=640)
+    parser.add_argument("--length", type=int, default=642)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)

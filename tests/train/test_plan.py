@@ -67,7 +67,7 @@ def test_a_plan_that_cannot_be_is_refused(tmp_path, wrong, said):
 def test_the_command_that_makes_it_again_names_no_folder_of_this_machine(tmp_path):
     plan = Plan(target=str(tmp_path), out=tmp_path / "head", minutes=2.5, vocab=64)
     wanted = f"draftproof train --target {tmp_path.name} --out head --minutes 2.5 --vocab 64 --depth 5 --seed 0 "
-    assert plan.command == wanted + "--length 640 --batch 24 --learning-rate 0.001"
+    assert plan.command == wanted + "--length 642 --batch 24 --learning-rate 0.001"
 
 
 def test_a_folder_with_something_in_it_is_not_written_over(tmp_path):

@@ -27,7 +27,7 @@ The folder then holds the head (head.safetensors, head.json), its figures (figur
 @click.option("--minutes", type=float, default=30.0, show_default=True, help="For everything. Kept.")
 @click.option("--vocab", type=int, help="Tokens the head can say: the most frequent. [8192, or all]")
 @click.option("--depth", type=click.IntRange(1), default=5, show_default=True, help="Draft length it is trained for.")
-@click.option("--length", type=click.IntRange(32), default=640, show_default=True, help="Tokens of a training text.")
+@click.option("--length", type=click.IntRange(32), default=642, show_default=True, help="Tokens of a training text.")
 @click.option("--batch", type=click.IntRange(1), default=24, show_default=True, help="Texts of a training step.")
 @click.option("--learning-rate", type=float, default=1e-3, show_default=True, help="At its height.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of data, first weights and order.")

@@ -21,7 +21,8 @@ class Plan:
     minutes  for everything: data, training, evaluation
     vocab    tokens that the head can say; default 8192, or all that the target has
     depth    tokens of the drafts it is trained for
-    length   tokens of a text; batch: texts of a step
+    length   tokens of a text, of which all but two are positions of the head: 8 divides their number, as GPUs like it
+    batch    texts of a step
     """
 
     target: str
@@ -30,7 +31,7 @@ class Plan:
     vocab: int | None = None
     depth: int = 5
     seed: int = 0
-    length: int = 640
+    length: int = 642
     batch: int = 24
     learning_rate: float = 1e-3
     device: str | None = None

@@ -6,12 +6,15 @@ would find: the target's up to n - j, behind them those of the steps in between.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from draftproof.models.head import Head
+
+ALIGNED: Final = 8
 
 Keys = list[tuple[Tensor, Tensor]]
 """Keys and values of each step so far."""
@@ -56,7 +59,9 @@ def _drafted(q: Float[Tensor, "B h N d"], kept: Keys) -> Float[Tensor, "B h N d"
     column = torch.arange(N, device=q.device)
     scores = scores.masked_fill(column[None, :] > column[:, None] - steps, float("-inf"))
     own = [(folded * _later(k, steps - 1 - i)[:, :, None]).sum(-1, keepdim=True) for i, (k, _) in enumerate(later)]
-    weights = torch.cat([scores, *own], -1).float().softmax(-1).to(values.dtype)
+    # rows of a whole number of ALIGNED numbers, or a GPU multiplies them without its fast units
+    nothing = scores.new_full((*scores.shape[:-1], -steps % ALIGNED), float("-inf"))
+    weights = torch.cat([scores, *own, nothing], -1).softmax(-1, dtype=torch.float32).to(values.dtype)
     out: Tensor = (weights[..., :N].flatten(2, 3) @ values).unflatten(2, (-1, N))
     for i, (_, v) in enumerate(later):
         out = out + weights[..., N + i, None] * _later(v, steps - 1 - i)[:, :, None]
