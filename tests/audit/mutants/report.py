@@ -84,7 +84,9 @@ def tables(kept: dict[str, Any]) -> dict[str, str]:
         if r["verdict"] != "biased"
     ]
     real = [
-        (f"`{n.removeprefix(SMOLLM2)}`", f"{r['tokens']:,}", r["by"]) for n, r in kept.items() if n.startswith(SMOLLM2)
+        (f"`{n.removeprefix(SMOLLM2)}`", f"{r['tokens']:,}", r["by"] or f"**not found**: {r['verdict']}")
+        for n, r in kept.items()
+        if n.startswith(SMOLLM2)
     ]
     return {"found": table("found", found), "unfound": table("unfound", unfound), "smollm2": table("smollm2", real)}
 
