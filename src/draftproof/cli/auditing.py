@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from draftproof.audit import asked as earlier
 from draftproof.audit.certificate import Certificate, number
@@ -19,7 +17,7 @@ from draftproof.cli.main import INTERRUPTED
 from draftproof.cli.opening import open_engine
 from draftproof.cli.options import Choice
 from draftproof.cli.screen import screen
-from draftproof.cli.waiting import waiting
+from draftproof.cli.waiting import progress_bar, waiting
 from draftproof.core.sampling import Sampling
 from draftproof.drafters.table import is_name, meant
 from draftproof.engine.engine import Engine
@@ -135,7 +133,7 @@ def _decoder(choice: Choice, asked: Asked, engine: Engine, drafter: Any) -> Deco
 def _watched(decoder: Decoder, engine: Engine, how: dict[str, Any]) -> tuple[Certificate | None, bool]:
     """The last certificate there is, and whether Ctrl-C made it the last."""
     seen: list[Certificate] = []
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("Listening", total=how["max_tokens"] or MOST_TOKENS)
 
         def watch(certificate: Certificate) -> None:
@@ -148,17 +146,6 @@ def _watched(decoder: Decoder, engine: Engine, how: dict[str, Any]) -> tuple[Cer
         except KeyboardInterrupt:
             return (seen[0] if seen else None), True
     return seen[0], False
-
-
-def _progress() -> Progress:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _tell(asked: Asked, certificate: Certificate) -> None:

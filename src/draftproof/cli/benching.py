@@ -5,9 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-
 from draftproof.bench import prompts, results, table
 from draftproof.bench.contestants import ours
 from draftproof.bench.hosts import hosts
@@ -16,7 +13,7 @@ from draftproof.cli.main import INTERRUPTED
 from draftproof.cli.opening import open_engine
 from draftproof.cli.options import Choice, check_drafter, drafter_of
 from draftproof.cli.screen import screen
-from draftproof.cli.waiting import waiting
+from draftproof.cli.waiting import progress_bar, waiting
 from draftproof.drafters.table import meant
 from draftproof.engine.engine import Engine
 from draftproof.models.text import encode
@@ -87,7 +84,7 @@ def _contestants(asked: Asked, plain: Engine) -> list[Contestant]:
 
 def _measure(plan: Plan, into: list[Run]) -> int:
     try:
-        with _progress() as progress:
+        with progress_bar() as progress:
             task = progress.add_task("Warming up", total=plan.total)
             for run in measured(plan):
                 into.append(run)
@@ -123,14 +120,3 @@ def compare(before: Path, after: Path) -> None:
     console.print(table.comparison(one.runs, other.runs))
     for line in results.differences(one, other):
         console.print(f"not the same: {line}", style="bright_black", markup=False)
-
-
-def _progress() -> Progress:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True), transient=True)

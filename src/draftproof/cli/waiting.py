@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 PATIENCE: Final = 2.0
 
@@ -24,3 +25,15 @@ def waiting(label: str) -> Iterator[None]:
         yield
     finally:
         line.cancel()
+
+
+def progress_bar() -> Progress:
+    """A bar on stderr that is gone when it is done: how many of how many, and how long still."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True)
