@@ -5,31 +5,46 @@ import sys
 
 import pytest
 
+from cli.tiny import save_model
+
 pexpect = pytest.importorskip("pexpect")
 
 PROMPT = "you ›"
+LINE_TAKEN = "\x1b[?2004l"  # the terminal is the answer's now
 START = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); " + (
     "from draftproof.cli.main import main; main(sys.argv[1:])"
 )
 
 
 @pytest.fixture
-def terminal(model, tmp_path):
-    """A chat with a tiny model, ready for input."""
-    arguments = ["-c", START, "chat", "--target", model, "--max-tokens", "16", "--seed", "3"]
+def chat(tmp_path):
+    """Starts a chat with a model, ready for input."""
     environment = {
         "TERM": "xterm-256color",
         "XDG_CACHE_HOME": str(tmp_path),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    child = pexpect.spawn(
-        sys.executable, arguments, encoding="utf-8", codec_errors="replace", timeout=180, dimensions=(40, 160),
-        env=environment, cwd=str(tmp_path),
-    )  # fmt: skip
-    child.expect(PROMPT)
-    yield child
-    child.close(force=True)
+    children = []
+
+    def start(model, most):
+        arguments = ["-c", START, "chat", "--target", str(model), "--max-tokens", str(most), "--seed", "3"]
+        child = pexpect.spawn(
+            sys.executable, arguments, encoding="utf-8", codec_errors="replace", timeout=180, dimensions=(40, 160),
+            env=environment, cwd=str(tmp_path),
+        )  # fmt: skip
+        children.append(child)
+        child.expect(PROMPT)
+        return child
+
+    yield start
+    for child in children:
+        child.close(force=True)
+
+
+@pytest.fixture
+def terminal(chat, model):
+    return chat(model, 16)
 
 
 def type_in(child, line):
@@ -72,11 +87,18 @@ def test_one_prompt_three_ways(terminal):
     terminal.expect(pexpect.EOF)
 
 
-def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(terminal):
+def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(chat, tmp_path):
+    """Each key is sent when the one who is meant is listening: the prompt, drawn anew, or an answer that has begun."""
+    terminal = chat(save_model(tmp_path / "endless", endless=True), 8000)
     type_in(terminal, "/load missing.json")
-    terminal.expect("missing.json")
+    terminal.expect("No such file")
+    terminal.expect(PROMPT)
     type_in(terminal, "the fox")
+    terminal.expect_exact("the fox")
+    terminal.expect_exact(LINE_TAKEN)
+    terminal.expect(r"\S{20}")
     terminal.sendintr()
+    terminal.expect_exact("(stopped)")
     terminal.expect(PROMPT)
     terminal.sendeof()
     terminal.expect(pexpect.EOF)

@@ -8,8 +8,8 @@ import transformers as tf
 from models.tiny_tokenizers import byte_level
 
 
-def save_model(folder: Path, *, layers: int = 3, seed: int = 0) -> Path:
-    """Sharp enough that tokens differ in likelihood, and never at its end before a test wants it."""
+def save_model(folder: Path, *, layers: int = 3, seed: int = 0, endless: bool = False) -> Path:
+    """Sharp enough that tokens differ in likelihood; `endless` has no end token, so that it can be interrupted."""
     tokenizer = byte_level()
     torch.manual_seed(seed)
     config = tf.LlamaConfig(
@@ -19,10 +19,10 @@ def save_model(folder: Path, *, layers: int = 3, seed: int = 0) -> Path:
         num_key_value_heads=2,
         num_hidden_layers=layers,
         intermediate_size=48,
-        max_position_embeddings=1024,
+        max_position_embeddings=8192 if endless else 1024,
         initializer_range=0.2,
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=None if endless else tokenizer.eos_token_id,
     )
     tf.AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
