@@ -1,5 +1,7 @@
 """Whole audits on toys: each verdict, by each method, and what a certificate says of it."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -8,10 +10,12 @@ from audit.speaker import Speaker, pair
 from draftproof.audit import ruling
 from draftproof.audit.decoder import Decoder, Said
 from draftproof.audit.examine import audit
+from draftproof.audit.teacher import Teacher
 from draftproof.core.sampling import Sampling
 from draftproof.core.types import Round
 from draftproof.models.toy import Toy
 from engine.talk import unchecked
+from engine.tiny import llama
 
 TARGET, DRAFT = pair(24, noise=2.0)
 SMALL, SMALL_DRAFT = pair(4)
@@ -108,6 +112,36 @@ def test_an_impossible_token_fails_at_once_and_names_the_parameter():
     assert (found.impossible.position, found.impossible.token, found.impossible.parameter) == (3, 4, "top_k")
     assert found.found_at == 4
     assert "impossible token 4" in found.reason
+
+
+def test_a_token_behind_the_end_of_its_text_fails_at_once():
+    """Under either method; the end token itself, and one in the prompt, are as good as any other."""
+    for sampling, method in ((Sampling(), "bets"), (Sampling(temperature=0), "greedy")):
+        how = {"sampling": sampling, "batch": 1, "max_tokens": 4, "method": method}
+        toy = Toy(torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(4, 1))
+        found = audit(Fixed([0, 0, 0]), toy, [[0]], **how, ends=(0,))
+        assert (found.verdict, found.exit_code) == ("biased", 1)
+        assert found.impossible is not None
+        assert (found.impossible.position, found.impossible.parameter) == (1, "the end of the text")
+        assert "the end of the text keeps it out" in found.reason
+        assert audit(Fixed([0]), toy, [[0]], **how, ends=(0,)).verdict == "not enough evidence"
+        assert audit(Fixed([0, 0, 0]), toy, [[0]], **how, ends=()).verdict == "not enough evidence"
+
+
+def test_the_ends_are_the_targets_own_unless_told_otherwise():
+    model = llama(24)
+    assert Teacher(model).ends == ()
+    ending = deepcopy(model)
+    for named, ends in ((7, (7,)), ([7, 9], (7, 9))):
+        ending.generation_config.eos_token_id = named
+        assert Teacher(ending).ends == ends
+    over = Fixed([3, 9, 3])
+    found = audit(over, ending, [[1]], sampling=Sampling(), batch=1, max_tokens=3)
+    assert found.verdict == "biased"
+    assert found.tested["ends"] == "7, 9"
+    ignored = audit(over, ending, [[1]], sampling=Sampling(), batch=1, max_tokens=3, ends=())
+    assert ignored.verdict == "not enough evidence"
+    assert any("no token ends them" in line for line in ignored.untested)
 
 
 def test_a_token_within_rounding_of_a_cutoff_is_neither_bet_on_nor_impossible():

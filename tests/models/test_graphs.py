@@ -1,10 +1,13 @@
 """When a pass is recorded, and what happens where it cannot be. Replays themselves: tests/engine/test_cuda.py."""
 
+import gc
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 
 from draftproof.models import graphs
-from draftproof.models.graphs import TIMES, Recorder, Recording, Recordings
+from draftproof.models.graphs import TIMES, Recorder, Recordings
 
 
 class Tape(torch.cuda.CUDAGraph):
@@ -20,8 +23,9 @@ class Tape(torch.cuda.CUDAGraph):
         self.again()
 
 
-def body(tokens, lengths):
-    return (tokens + lengths[:, None])[..., None].float()
+def body(tokens, lengths, parents=None):
+    logits = (tokens + lengths[:, None])[..., None].float()
+    return logits, logits * 2 if parents is None else logits + parents.sum()
 
 
 @pytest.fixture
@@ -29,21 +33,25 @@ def recorded(monkeypatch):
     """The shapes that were recorded, in order; replaying runs the body on the recorded memory."""
     shapes = []
 
-    def record(self, run, tokens, lengths, reach, kept):
-        shapes.append((tokens.shape[1], reach))
-        tokens, lengths = tokens.clone(), lengths.clone()
-        logits = run(tokens, lengths)
-        graph = Tape(lambda: logits.copy_(run(tokens, lengths)))
-        return Recording(reach, graph, tokens, lengths, logits)
+    def capture(run, kept, device):
+        outputs = run()
+        shapes.append(outputs[0].shape[1])
+        return Tape(lambda: [mine.copy_(new) for mine, new in zip(outputs, run(), strict=True)]), outputs
 
-    monkeypatch.setattr(graphs.Recorder, "_record", record)
+    monkeypatch.setattr(graphs, "captured", capture)
+    monkeypatch.setattr(graphs, "watched", nullcontext)
     return shapes
 
 
-def passes(recorder, kept, width, reach, times):
+def passes(recorder, kept, width, reach, times, asked=()):
     for n in range(times):
-        tokens, lengths = torch.arange(2 * width).view(2, width) + n, torch.tensor([5, 7]) + n
-        assert torch.equal(recorder.run(body, tokens, lengths, reach, kept), body(tokens, lengths))
+        inputs = torch.arange(2 * width).view(2, width) + n, torch.tensor([5, 7]) + n
+        assert_same(recorder.run(body, inputs, reach, kept, asked), body(*inputs))
+
+
+def assert_same(made, wanted):
+    assert len(made) == len(wanted)
+    assert all(map(torch.equal, made, wanted))
 
 
 def test_a_shape_is_recorded_when_it_has_come_often_enough(recorded):
@@ -53,7 +61,18 @@ def test_a_shape_is_recorded_when_it_has_come_often_enough(recorded):
     passes(recorder, kept, 3, 256, 5)
     passes(recorder, kept, 4, 256, TIMES + 2)
     passes(recorder, kept, 3, 512, TIMES + 2)
-    assert recorded == [(3, 256), (4, 256), (3, 512)]
+    assert recorded == [3, 4, 3]
+
+
+def test_what_else_a_pass_depends_on_has_a_recording_of_its_own(recorded):
+    recorder, kept = Recorder(), Recordings()
+    for asked in ((), (1, 2)):
+        passes(recorder, kept, 3, 256, TIMES + 2, asked)
+    for n in range(TIMES + 2):  # and so have trees, by their parents' shape
+        inputs = torch.ones((2, 3), dtype=torch.long), torch.tensor([3, 4]), torch.full((2, 2), n)
+        assert_same(recorder.run(body, inputs, 256, kept), body(*inputs))
+    assert recorded == [3, 3, 3]
+    assert len(kept.by_kind) == 3
 
 
 def test_what_was_recorded_is_forgotten_with_its_buffers(recorded):
@@ -63,20 +82,53 @@ def test_what_was_recorded_is_forgotten_with_its_buffers(recorded):
     kept.forget()
     assert kept.pool is None
     passes(recorder, kept, 3, 256, 1)
-    assert recorded == [(3, 256), (3, 256)]
+    assert recorded == [3, 3]
 
 
 def test_a_replay_does_not_write_over_what_it_gave_before(recorded):
     recorder, kept = Recorder(), Recordings()
     passes(recorder, kept, 2, 256, TIMES + 1)
     tokens, lengths = torch.ones((2, 2), dtype=torch.long), torch.tensor([3, 4])
-    one = recorder.run(body, tokens, lengths, 256, kept)
-    recorder.run(body, tokens + 9, lengths, 256, kept)
-    assert torch.equal(one, body(tokens, lengths))
+    one = recorder.run(body, (tokens, lengths), 256, kept)
+    recorder.run(body, (tokens + 9, lengths), 256, kept)
+    assert_same(one, body(tokens, lengths))
+
+
+def test_a_pass_that_waits_is_found_out_before_it_is_recorded(recorded, monkeypatch):
+    """While a recording runs, a wait would be an error that torch does not recover from."""
+    seen = []
+
+    @contextmanager
+    def watched():
+        seen.append("watched")
+        yield
+
+    def curious(tokens, lengths):
+        if len(seen) == 1:
+            seen.append("looked")
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return body(tokens, lengths)
+
+    monkeypatch.setattr(graphs, "watched", watched)
+    recorder, kept, inputs = Recorder(), Recordings(), (torch.ones((1, 2), dtype=torch.long), torch.tensor([3]))
+    assert_same(recorder.run(curious, inputs, 256, kept), body(*inputs))
+    with pytest.warns(UserWarning, match="as recording failed: called a synchronizing"):
+        assert_same(recorder.run(curious, inputs, 256, kept), body(*inputs))
+    for _ in range(TIMES):
+        assert_same(recorder.run(curious, inputs, 256, kept), body(*inputs))
+    assert (seen, recorded) == (["watched", "looked"], [])
+
+
+def test_no_garbage_is_collected_while_a_pass_is_recorded():
+    """Among it may be older recordings, and to destroy one can end another."""
+    with graphs._undisturbed():
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="recording fails only where there is no GPU")
-def test_where_recording_fails_passes_go_on_and_say_why():
+def test_where_recording_fails_passes_go_on_and_say_why(monkeypatch):
+    monkeypatch.setattr(graphs, "watched", nullcontext)
     recorder, kept = Recorder(), Recordings()
     passes(recorder, kept, 3, 256, TIMES)
     with pytest.warns(UserWarning, match="passes are launched one kernel at a time, as recording failed"):

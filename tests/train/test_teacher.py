@@ -18,7 +18,7 @@ def texts(rows=4, length=12):
 def test_laws_are_those_of_the_token_that_is_guessed():
     some = texts()
     teacher = Teacher(pupil(), (1, 3), IDS)
-    [lesson] = teacher.lessons(some, 4, skip=2)
+    lesson = teacher.lesson(some, skip=2)
     with torch.no_grad():
         shown = pupil()(some.tokens.long(), output_hidden_states=True)
     N = 10
@@ -26,23 +26,13 @@ def test_laws_are_those_of_the_token_that_is_guessed():
     assert [(int(at) // N, int(at) % N) for at in lesson.at] == wanted
     for k, (row, n) in enumerate(wanted):
         law = shown.logits[row, n + 1].softmax(-1)
-        torch.testing.assert_close(lesson.p[k], law[IDS])
+        torch.testing.assert_close((lesson.scores[k] - lesson.lse[k]).exp(), law[IDS])
         best = int(law.argmax())
         assert int(lesson.best[k]) == (IDS.tolist().index(best) if best in IDS else -1)
     torch.testing.assert_close(lesson.states[1], shown.hidden_states[3][:, :N])
     torch.testing.assert_close(lesson.embedded, pupil().get_input_embeddings().weight[some.tokens[:, 1:-1].long()])
 
 
-def test_one_pass_for_two_batches_is_two_lessons():
-    some, teacher = texts(), Teacher(pupil(), (1, 3), IDS)
-    both = teacher.lessons(some, 2, skip=1)
-    for lesson, rows in zip(both, (slice(0, 2), slice(2, 4)), strict=True):
-        [alone] = teacher.lessons(Texts(some.tokens[rows], some.spoken[rows]), 2, skip=1)
-        assert torch.equal(lesson.at, alone.at)
-        torch.testing.assert_close(lesson.p, alone.p)
-        torch.testing.assert_close(lesson.states[0], alone.states[0])
-
-
 def test_likeliest_tokens_outside_the_vocabulary_are_told():
-    [lesson] = Teacher(pupil(), (3,), IDS).lessons(texts(), 4, skip=0)
+    lesson = Teacher(pupil(), (3,), IDS).lesson(texts(), skip=0)
     assert (lesson.best == -1).any()

@@ -14,7 +14,7 @@ class Asked:
     """The arguments of an audit that make up its result, the decoder and the models apart.
 
     Text i continues prompt i modulo their number with seed `seed` + i, in calls of `batch` prompts, up to `length`
-    tokens.
+    tokens or the first of `ends`.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -26,6 +26,7 @@ class Asked:
     batch: int
     seed: int
     method: str
+    ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(self.prompts):
@@ -54,12 +55,14 @@ class Asked:
     def as_dict(self) -> dict[str, Any]:
         """As JSON can keep it: `audit(decoder, target, **Asked.from_dict(kept).arguments())` is the same audit."""
         kept = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**kept, "prompts": [list(p) for p in self.prompts], "sampling": sampling_dict(self.sampling)}
+        plain = {"prompts": [list(p) for p in self.prompts], "sampling": sampling_dict(self.sampling)}
+        return {**kept, **plain, "ends": list(self.ends)}
 
     @classmethod
     def from_dict(cls, kept: dict[str, Any]) -> "Asked":
         prompts = tuple(tuple(prompt) for prompt in kept["prompts"])
-        return cls(**{**kept, "prompts": prompts, "sampling": sampling_of(kept["sampling"])})
+        made = {"prompts": prompts, "sampling": sampling_of(kept["sampling"]), "ends": tuple(kept["ends"])}
+        return cls(**{**kept, **made})
 
     def arguments(self) -> dict[str, Any]:
         """For `audit`."""

@@ -32,35 +32,6 @@ TAILS: Final[Mapping[str, float]] = MappingProxyType(
 )
 FLATTER, SHARPER = 0.8, 1.25
 
-HINTS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "toward the drafter's law": "drafts are kept too often, or tokens come from the drafter",
-        "toward what both hold likely": "after a rejection the target is drawn from and not the residual",
-        "away from the drafter's law": "drafts are kept too rarely, or the residual closes rounds that kept all",
-        "toward the drafter's first choice, judged as drawn": "drafts are argmaxes, and are judged as if drawn",
-        "toward the drafter's first choice": "likely drafts are kept too often",
-        "away from the drafter's first choice": "good drafts are thrown away",
-        "toward copied text, judged twice": "after a mismatch the token is drawn once more",
-        "toward copied text": "copied drafts are kept too often",
-        "away from copied text": "copied drafts are kept too rarely",
-        "toward a flatter law": "the temperature is too high or not applied",
-        "toward a sharper law": "the temperature is too low, or applied twice",
-        "toward the likeliest token": "some tokens are greedy",
-        "away from the likeliest token": "the likeliest token loses mass",
-        "away from the tail beyond 24 bits": "the noise has too few bits to reach rare tokens",
-        "toward what was said before": "a penalty is ignored, or drafts repeat the text",
-        "away from what was said before": "a penalty is applied twice",
-        "toward the last token again": "a token is emitted twice: a wrong rollback",
-        "with penalties a round late": "penalties do not count the drafted tokens before a position",
-    }
-)
-
-
-def hint(bet: str) -> str:
-    """What a bet that wins speaks for; empty where its name says all."""
-    return next((text for name, text in HINTS.items() if bet.startswith(name)), "")
-
-
 @dataclass(frozen=True, slots=True)
 class Bettor:
     """All bets on a decoder with this sampling and, where it is known, this drafter."""
@@ -68,13 +39,26 @@ class Bettor:
     sampling: Sampling
     tolerance: float
     drafter: Teacher | LawOf | None = None
+    copying: bool = False
+    """Whether drafts are known to be copied from the text, all or some of them."""
     traced: bool = False
     """Whether the decoder tells its rounds."""
 
     @property
-    def decisive(self) -> tuple[str, ...]:
-        """The bets by which a clean audit must have been able to win: mixtures with what is drafted."""
-        return ("toward copied text",) if self.drafter is None else ("toward the drafter's law",)
+    def mixtures(self) -> tuple[str, ...]:
+        """Bets on what is drafted: a clean audit must have been able to see the bias that is asked for in each."""
+        law = () if self.drafter is None else ("toward the drafter's law",)
+        return law + (("toward copied text",) if self.copying or not law else ())
+
+    @property
+    def defects(self) -> tuple[str, ...]:
+        """Bets on laws that known defects have: a clean audit must have been able to see each defect, strike how it may
+        at OFTEN of the positions. They are no mixtures with the draft, and can be far weaker."""
+        named = {
+            "toward the drafter's law": ("toward what both hold likely",),
+            "toward copied text": ("toward copied text, judged twice",),
+        }
+        return tuple(defect for mixture in self.mixtures for defect in named[mixture])
 
     def tickets(self, laws: Laws, log_q: Float[Tensor, "N V"] | None) -> list[Ticket]:
         """Every bet on these positions, always in the same order; `log_q` is the `drafter_law` there."""
@@ -189,6 +173,11 @@ def _allowed(scores: Float[Tensor, "N V"], laws: Laws) -> Float[Tensor, "N V"]:
 COPYING: Final = ("ngram", "suffix", "prompt-lookup")
 """Drafters that copy from the text. Of any other a name does not tell the law, and to bet on copies would find nothing
 wrong with a skipped residual."""
+
+
+def copies(drafter: Any) -> bool:
+    """Whether a drafter of this name copies, always or where it can."""
+    return isinstance(drafter, str) and drafter.split("+")[0] in COPYING
 
 
 def as_drafter(drafter: Any) -> Teacher | LawOf | None:

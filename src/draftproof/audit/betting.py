@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.audit.asked import Asked
 from draftproof.audit.bets import Bettor
-from draftproof.audit.certificate import Impossible
+from draftproof.audit.certificate import THE_END, Impossible
 from draftproof.audit.coverage import Coverage, copies
 from draftproof.audit.positions import Positions, Text
 from draftproof.audit.processors import CUTTING, cut, in_use, tilted, without
@@ -33,8 +33,6 @@ class Betting:
     bettor: Bettor
     asked: Asked
     alpha: float
-    copying: bool = False
-    """The drafter is known to copy from the text, and can be replayed."""
     texts: int = 0
     tokens: int = 0
     unbet: int = 0
@@ -80,17 +78,20 @@ class Betting:
         if log_q is not None:
             q = log_q.exp()
             self.coverage.replayed(len(laws.p), float((1 - torch.minimum(laws.p, q).sum(-1)).sum()))
-        elif self.copying:
+        elif self.bettor.copying:
             self.coverage.replayed(*copies(laws.positions.continuation, laws.positions.token))
 
     def _look_for_the_impossible(self, laws: Laws, numbers: Sequence[int]) -> None:
-        where = laws.impossible.nonzero()[:, 0]
+        positions = laws.positions
+        over = positions.behind(self.asked.ends)
+        where = (laws.impossible | over).nonzero()[:, 0]
         if not len(where) or self.impossible is not None:
             return
-        n, positions = int(where[0]), laws.positions
+        n = int(where[0])
         text = numbers[positions.text_of(n)]
         position, token = int(positions.said[n]), int(positions.token[n])
-        self.impossible = Impossible(text, position, token, _culprit(laws, n, self.asked))
+        culprit = THE_END if bool(over[n]) else _culprit(laws, n, self.asked)
+        self.impossible = Impossible(text, position, token, culprit)
         self.found_at = self.tokens + n + 1
 
     @property

@@ -9,16 +9,20 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from draftproof.audit.bets import hint
 from draftproof.audit.coverage import Coverage
+from draftproof.audit.hints import hint
 
 Verdict = Literal["no bias found", "biased", "not enough evidence"]
 EXIT_CODES: Final[dict[str, int]] = {"no bias found": 0, "biased": 1, "not enough evidence": 2}
 
 
+THE_END: Final = "the end of the text"
+"""What keeps out a token behind an end token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """A token that cannot come: which text, where in it, and which parameter should have kept it out."""
+    """A token that cannot come: which text, where in it, and which parameter (or THE_END) should have kept it out."""
 
     text: int
     position: int
@@ -35,7 +39,8 @@ class Certificate:
                   the bet that decided, `found_at` after how many tokens
     bets          each bet's own log evidence, and `visible` the smallest share of its law that would have been found
                   nine times in ten (None: none would)
-    smallest_bias the share that every decisive bet would have found
+    smallest_bias the share of a mixture with what is drafted that would have been found
+    decisive      the bets without which nobody is acquitted, and the share of its law that each must have seen
     more_tokens   how many more would settle it, as far as can be told
     unbet         positions where a cutoff lay within rounding of a token, on which nothing was bet
     near_ties     of a greedy audit: tokens that differ from the likeliest within rounding
@@ -60,6 +65,7 @@ class Certificate:
     bets: dict[str, float] = field(default_factory=dict)
     visible: dict[str, float | None] = field(default_factory=dict)
     smallest_bias: float | None = None
+    decisive: dict[str, float] = field(default_factory=dict)
     more_tokens: int | None = None
     unbet: int = 0
     near_ties: int = 0
@@ -128,6 +134,7 @@ def _lines(c: Certificate) -> list[str]:
         lines.append(f"evidence        {number(c.log_evidence)}; {number(c.threshold)} decides")
     if c.smallest_bias is not None:
         lines.append(f"smallest bias   {c.smallest_bias:.3g} would have been seen; asked for {c.bias:g}")
+    lines += [f"{'':15} {line}" for line in defects_seen(c)]
     if c.more_tokens:
         lines.append(f"more tokens     about {c.more_tokens:,} to settle it")
     if c.unbet or c.near_ties:
@@ -147,6 +154,16 @@ def _bet_lines(c: Certificate) -> list[str]:
         told = f": {hint(name)}" if log_e > 0.5 * c.threshold and hint(name) else ""
         lines.append(f"  {number(log_e):>9}  {'–' if seen is None else f'{seen:.3g}':>7}  {name}{told}")
     return lines
+
+
+def defects_seen(c: Certificate) -> list[str]:
+    """For each decisive bet that is no mixture, how often its defect would have had to strike to be seen."""
+    asked = {name: share for name, share in c.decisive.items() if share != c.bias}
+    seen = {name: c.visible.get(name) for name in asked}
+    return [
+        f"{'none' if seen[name] is None else f'{seen[name]:.3g}'} of “{name}”; asked for {share:g}"
+        for name, share in asked.items()
+    ]
 
 
 def drafts_line(coverage: Coverage) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 from draftproof.audit.asked import Asked
-from draftproof.audit.bets import Bettor, as_drafter
+from draftproof.audit.bets import Bettor, as_drafter, copies
 from draftproof.audit.betting import Betting
 from draftproof.audit.certificate import Certificate
 from draftproof.audit.decoder import Decoder
@@ -48,6 +48,7 @@ def audit(
     length: int | None = None,
     batch: int | None = None,
     tolerance: float | None = None,
+    ends: Sequence[int] | None = None,
     method: Method = "auto",
     resume: Certificate | None = None,
     watch: Callable[[Certificate], object] | None = None,
@@ -70,13 +71,16 @@ def audit(
                 "suffix" or "prompt-lookup" say that drafts are copied from the text
     length      tokens a text; and `batch` texts are asked for at a time
     tolerance   the factor by which rounding may change a probability; default by the model's type
+    ends        the tokens that end a text, behind which nothing may be said; default: by the target's generation
+                settings. `()` for a decoder that goes on behind them on purpose
     method      "joint" (vocabularies up to 16), "bets", "greedy" (temperature 0), or whichever fits
     resume      a certificate of the same audit to go on from
     watch       called with the certificate as it stands, after every batch and at the end
     """
     teacher = target if isinstance(target, Teacher) else Teacher(target, tolerance=tolerance)
-    drafter = with_states(drafter, teacher.model)
-    method = _method(method, teacher, sampling)
+    copying, drafter = copies(drafter), with_states(drafter, teacher.model)
+    ends = teacher.ends if ends is None else tuple(ends)
+    method = _method(method, teacher, sampling, bool(ends))
     asked = Asked(
         prompts=tuple(map(_ids, prompts)),
         sampling=sampling,
@@ -87,8 +91,9 @@ def audit(
         batch=batch or (512 if teacher.vocab_size <= SMALL else 8),
         seed=seed,
         method=method,
+        ends=ends,
     )
-    examination, asked = _examination(teacher, asked, drafter, max_tokens is None)
+    examination, asked = _examination(teacher, asked, drafter, copying, max_tokens is None)
     facts = facts_of(decoder, teacher, asked, drafter)
     if resume is not None:
         check_the_same(resume, asked, facts)
@@ -130,7 +135,8 @@ def _ids(prompt: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(int, prompt))
 
 
-def _method(method: Method, teacher: Teacher, sampling: Sampling) -> Method:
+def _method(method: Method, teacher: Teacher, sampling: Sampling, ending: bool) -> Method:
+    """`ending`: texts may end by themselves, before there are enough tokens for a joint law."""
     if method == "greedy" and sampling.temperature != 0:
         raise ValueError(f'method="greedy" needs temperature 0; got {sampling.temperature}')
     if sampling.temperature == 0:
@@ -139,26 +145,21 @@ def _method(method: Method, teacher: Teacher, sampling: Sampling) -> Method:
     if method == "joint" and not small:
         raise ValueError(f'method="joint" enumerates vocabularies up to 16; this one has {teacher.vocab_size}')
     if method == "auto":
-        return "joint" if small and not _ends(teacher.model) else "bets"
+        return "joint" if small and not ending else "bets"
     return method
 
 
-def _ends(model: Any) -> bool:
-    """Whether texts of this model may end by themselves, before there are enough tokens for a joint law."""
-    settings = getattr(model, "generation_config", None)
-    return getattr(settings, "eos_token_id", None) is not None
-
-
-def _examination(teacher: Teacher, asked: Asked, drafter: Any, unlimited: bool) -> tuple[Examination, Asked]:
+def _examination(
+    teacher: Teacher, asked: Asked, drafter: Any, copying: bool, unlimited: bool
+) -> tuple[Examination, Asked]:
     if asked.method == "greedy":
         return Greedy(teacher, asked), asked
-    bettor = Bettor(asked.sampling, teacher.tolerance(asked.sampling), as_drafter(drafter))
-    copying = isinstance(drafter, str)
+    bettor = Bettor(asked.sampling, teacher.tolerance(asked.sampling), as_drafter(drafter), copying)
     if asked.method == "joint":
-        joint = Joint.start(Betting(teacher, bettor, asked, asked.alpha / 2, copying))
+        joint = Joint.start(Betting(teacher, bettor, asked, asked.alpha / 2))
         if joint is not None:
             asked = replace(asked, max_tokens=joint.needed * asked.length) if unlimited else asked
             joint.betting.asked = asked
             return joint, asked
         asked = replace(asked, method="bets")
-    return ByBets(Betting(teacher, bettor, asked, asked.alpha, copying)), asked
+    return ByBets(Betting(teacher, bettor, asked, asked.alpha)), asked

@@ -24,6 +24,7 @@ def facts_of(decoder: Decoder, teacher: Teacher, asked: Asked, drafter: Any) -> 
     made["sampling"] = ", ".join(f"{name}={shown[name]}" for name in in_use(asked.sampling)) or "temperature=1.0"
     made["seeds"] = f"from {asked.seed} on, one a text"
     made["prompts"] = f"{len(asked.prompts)}, up to {asked.length} tokens after each, {asked.batch} at a time"
+    made["ends"] = ", ".join(map(str, asked.ends)) or "none"
     made["tolerance"] = f"{teacher.tolerance(asked.sampling):g} of a probability"
     made["versions"] = ", ".join(f"{name} {_version(name)}" for name in ("draftproof", "torch", "transformers"))
     made["python"] = platform.python_version()
@@ -44,6 +45,8 @@ def untested(asked: Asked, drafter: Any) -> list[str]:
         made.append("a bias that no bet points to, and one that is smaller than what would have been seen")
     if asked.method != "greedy" and as_drafter(drafter) is None:
         made.append("mixtures with a law that the drafter draws from: none was given")
+    if not asked.ends:
+        made.append("whether texts stop where they should: no token ends them")
     if asked.method == "bets":
         made.append("positions where a cutoff lies within rounding of a token")
     return made

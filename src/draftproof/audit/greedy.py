@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from draftproof.audit.asked import Asked
-from draftproof.audit.certificate import Impossible, Verdict
+from draftproof.audit.certificate import THE_END, Impossible, Verdict
 from draftproof.audit.coverage import Coverage, rejections_needed
 from draftproof.audit.positions import Positions, Text
 from draftproof.audit.processors import tilted
@@ -52,12 +52,14 @@ class Greedy:
         short = (scores.amax(-1) - said).double()
         other = positions.token != scores.argmax(-1)
         margin = 2 * math.log1p(self.teacher.tolerance(self.asked.sampling))
-        wrong = (other & ~(short <= margin)).nonzero()[:, 0]
+        over = positions.behind(self.asked.ends)
+        wrong = ((other & ~(short <= margin)) | over).nonzero()[:, 0]
         self.near_ties += int((other & (short <= margin)).sum())
         if len(wrong):
             n = int(wrong[0])
             text, token = numbers[positions.text_of(n)], int(positions.token[n])
-            self.wrong = Impossible(text, int(positions.said[n]), token, f"a margin of {short[n]:.3g}")
+            culprit = THE_END if bool(over[n]) else f"a likelier one, by {short[n]:.3g}"
+            self.wrong = Impossible(text, int(positions.said[n]), token, culprit)
         self.tokens += len(positions)
 
     def settled(self) -> bool:
@@ -70,9 +72,7 @@ class Greedy:
     def _ruling(self) -> tuple[Verdict, str]:
         if self.wrong is not None:
             w = self.wrong
-            return "biased", (
-                f"token {w.token} at position {w.position} of text {w.text} is not the likeliest, by {w.parameter}"
-            )
+            return "biased", f"token {w.token} at position {w.position} of text {w.text}: {w.parameter} keeps it out"
         if self.settled():
             return "no bias found", f"all {self.tokens:,} tokens are the likeliest ones, near ties counted apart"
         if self.coverage.source == "unknown":

@@ -5,8 +5,8 @@ from html import escape
 from importlib.resources import files
 from typing import Final
 
-from draftproof.audit.bets import hint
 from draftproof.audit.certificate import Certificate, drafts_line, number
+from draftproof.audit.hints import hint
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 760, 260, 56, 30
 KIND: Final = {"no bias found": "clean", "biased": "biased", "not enough evidence": "open"}

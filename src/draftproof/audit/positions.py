@@ -2,10 +2,10 @@
 
 All of it is fixed before the token is drawn, so a bet may use it: an exact decoder's law of the token, given these, is
 the target's. What became of the token (kept or closing) and what was drafted in its place are left out on purpose:
-given those it is not (`tests/audit/test_forbidden_bets.py`).
+given those it is not (`tests/audit/test_false_alarms.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -82,6 +82,11 @@ class Positions:
     def in_output(self) -> Bool[Tensor, "N L"]:
         """Which of the tokens before were said, and not asked."""
         return (self._place >= (self.length - self.said)[:, None]) & (self._place < self.length[:, None])
+
+    def behind(self, ends: Collection[int]) -> Bool[Tensor, " N"]:
+        """Whether one of these tokens was said before each: its text had ended."""
+        over = torch.tensor(sorted(ends), dtype=torch.long, device=self.before.device)
+        return (torch.isin(self.before, over) & self.in_output).any(-1)
 
     @cached_property
     def last(self) -> Int[Tensor, " N"]:

@@ -19,12 +19,29 @@ SUSPENSE: Final = math.log(10.0)
 goes on decides it."""
 
 
+OFTEN: Final = 0.5
+"""The share of positions at which a defect with a law of its own must be visible. It strikes where a draft was tested,
+which is not everywhere that its bet is placed."""
+
+
+def decisive(betting: Betting) -> dict[str, float]:
+    """The bets by which a clean audit must have been able to win, and the share of its law that each must have seen."""
+    bettor = betting.bettor
+    return dict.fromkeys(bettor.mixtures, betting.asked.bias) | dict.fromkeys(bettor.defects, OFTEN)
+
+
 def visible(betting: Betting) -> float | None:
-    """The smallest share that each of the decisive bets would have found; None where one would have found nothing."""
+    """The smallest mixture with what is drafted that would have been found; None where none would."""
     seen = betting.wealth.visible(betting.alpha)
-    shares = [seen.get(name) for name in betting.bettor.decisive]
+    shares = [seen.get(name) for name in betting.bettor.mixtures]
     known = [share for share in shares if share is not None]
     return max(known) if len(known) == len(shares) else None
+
+
+def unseen(betting: Betting) -> list[str]:
+    """The decisive bets that would not have found what they are to find."""
+    seen = betting.wealth.visible(betting.alpha)
+    return [name for name, share in decisive(betting).items() if (seen.get(name) or math.inf) > share]
 
 
 def covered(betting: Betting) -> bool:
@@ -35,15 +52,14 @@ def covered(betting: Betting) -> bool:
 def known(betting: Betting) -> bool:
     """Whether it is known what was drafted: by a law, which is bet on, or by copying. Drafts drawn from a law that no
     bet knows can be kept far too often and look like nothing."""
-    return betting.copying or betting.bettor.drafter is not None
+    return betting.bettor.copying or betting.bettor.drafter is not None
 
 
 def settled(betting: Betting) -> bool:
     """Whether more tokens would change nothing: bias was found, or would have been, and nothing points to any."""
     if betting.biased or not known(betting) or not covered(betting) or betting.wealth.log_evidence > SUSPENSE:
         return betting.biased
-    seen = visible(betting)
-    return seen is not None and seen <= betting.asked.bias
+    return not unseen(betting)
 
 
 def ruling(betting: Betting) -> tuple[Verdict, str]:
@@ -79,6 +95,8 @@ def missing(betting: Betting) -> str:
     if betting.unbet > betting.tokens / 2:
         where = f"at {betting.unbet:,} of {betting.tokens:,} positions"
         return f"{where} a cutoff lay within rounding of a token: audit in float32, or without top_k, top_p and min_p"
+    if seen is not None and seen <= asked:
+        return f"what the bet “{unseen(betting)[0]}” looks for would not have been seen yet"
     smallest = "no bias" if seen is None else f"only a bias of {seen:.3g} or more"
     return f"{smallest} would have been seen, and {asked:g} was asked for"
 
@@ -89,7 +107,7 @@ def more_tokens(betting: Betting) -> int | None:
         return None
     bias, wealth = betting.asked.bias, betting.wealth
     wanted = growth_needed(len(wealth.names), betting.alpha)
-    factors = [share_needed(wealth.growth_at(name, bias), wanted) for name in betting.bettor.decisive]
+    factors = [share_needed(wealth.growth_at(name, share), wanted) for name, share in decisive(betting).items()]
     factors.append(share_needed(betting.coverage.rejected, rejections_needed(bias, betting.alpha)))
     most = max(factors)
     return None if math.isinf(most) or most <= 1 else math.ceil(betting.tokens * (most - 1))
@@ -113,6 +131,7 @@ def findings(betting: Betting) -> dict[str, Any]:
         "bets": betting.wealth.by_bet(),
         "visible": betting.wealth.visible(betting.alpha),
         "smallest_bias": visible(betting),
+        "decisive": decisive(betting),
         "more_tokens": more_tokens(betting),
         "unbet": betting.unbet,
         "curve": list(betting.curve),

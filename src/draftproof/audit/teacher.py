@@ -152,6 +152,13 @@ class Teacher:
         few = {"logits_to_keep": scored} if "logits_to_keep" in signature(self.model.forward).parameters else {}
         return self.model(input_ids=tokens.to(self.model.device), use_cache=False, **few, **wanted)
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text, by the model's own generation settings; none where it has none."""
+        settings = getattr(self.model, "generation_config", None)
+        named = getattr(settings, "eos_token_id", None)
+        return () if named is None else (named,) if isinstance(named, int) else tuple(named)
+
     def describe(self) -> dict[str, str]:
         """Which model this is, for a certificate: its kind, and a hash of its weights."""
         return {"model": type(self.model).__name__, "weights": fingerprint(self.model)}

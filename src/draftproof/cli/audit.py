@@ -57,6 +57,7 @@ def sampling_fields(ctx: click.Context, param: click.Parameter, value: str) -> d
 @click.option("--length", type=click.IntRange(1), help="Tokens a text. [64]")
 @click.option("--batch", type=click.IntRange(1), help="Texts asked for at a time. [8]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the first text; the others count on.")
+@click.option("--ignore-eos", is_flag=True, help="The decoder goes on behind an end token, on purpose.")
 @click.option("--json", "as_json", is_flag=True, help="Print the certificate as JSON.")
 @click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Keep the certificate as JSON.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the certificate as a page.")

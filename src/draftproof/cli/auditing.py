@@ -41,6 +41,7 @@ class Asked:
     length: int | None
     batch: int | None
     seed: int
+    ignore_eos: bool
     as_json: bool
     save: Path | None
     html: Path | None
@@ -76,7 +77,8 @@ def _arguments(asked: Asked, sampling: Sampling, engine: Engine, kept: Certifica
         return {**arguments, "max_tokens": asked.max_tokens or arguments["max_tokens"]}
     names = ("alpha", "bias", "max_tokens", "length", "batch", "seed")
     prompts = _prompts(asked.prompts, engine)
-    return {"prompts": prompts, "sampling": sampling, **{name: getattr(asked, name) for name in names}}
+    ends = () if asked.ignore_eos else tuple(sorted(engine.eos))
+    return {"prompts": prompts, "sampling": sampling, "ends": ends, **{name: getattr(asked, name) for name in names}}
 
 
 def _prompts(path: Path | None, engine: Engine) -> list[list[int]]:

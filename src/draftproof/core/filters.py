@@ -98,35 +98,30 @@ def _nucleus(
     floor: Float[Tensor, " N"],
 ) -> Cut:
     """top-p over whole rows; `log_total` is the log-sum-exp relative to the peak."""
+    wanted = top_p * log_total.exp()
     if not host.is_host(logits.device):  # to see whether a few are enough would be to wait: all are sorted
-        return _whole_nucleus(logits, scale, log_total, top_p, floor)
+        _, cutoff, lse = _among(logits.sort(descending=True).values, scale, wanted, floor)
+        return cutoff, lse
     R = logits.shape[-1]
     cutoff, lse = torch.empty_like(floor), torch.empty_like(log_total)
     left = torch.arange(len(logits), device=logits.device)
     for width in (*(w for w in WIDTHS if w < R), R):
         values = largest(logits[left], width)
-        weights = ((values - values[:, :1]).double() * scale).exp()
-        edge = _edge(values, weights, top_p * log_total[left].exp())
+        edge, mine, sums = _among(values, scale, wanted[left], floor[left])
         found = (values[:, -1] < edge) | (width == R)  # all that equals the edge has been seen
-        rows = left[found]
-        cutoff[rows] = edge[found].maximum(floor[rows])
-        mass = weights[found].masked_fill(values[found] < cutoff[rows, None], 0.0).sum(-1)
-        lse[rows] = scale * values[found, 0].double() + mass.log()
+        cutoff[left[found]], lse[left[found]] = mine[found], sums[found]
         left = left[~found]
         if not len(left):
             break
     return cutoff, lse
 
 
-def _whole_nucleus(
-    logits: Float[Tensor, "N R"],
-    scale: float,
-    log_total: Float[Tensor, " N"],
-    top_p: int | float,
-    floor: Float[Tensor, " N"],
-) -> Cut:
-    values = logits.sort(descending=True).values
+def _among(
+    values: Float[Tensor, "N K"], scale: float, wanted: Float[Tensor, " N"], floor: Float[Tensor, " N"]
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"]]:
+    """The edge of the nucleus if it lies among these falling values, and with it cutoff and log-sum-exp."""
     weights = ((values - values[:, :1]).double() * scale).exp()
-    cutoff = _edge(values, weights, top_p * log_total.exp()).maximum(floor)
+    edge = _edge(values, weights, wanted)
+    cutoff = edge.maximum(floor)
     mass = weights.masked_fill(values < cutoff[:, None], 0.0).sum(-1)
-    return cutoff, scale * values[:, 0].double() + mass.log()
+    return edge, cutoff, scale * values[:, 0].double() + mass.log()

@@ -1,30 +1,32 @@
 """Passes that come again and again are recorded once and replayed: on a GPU a short pass takes longer to launch, one
 kernel after another, than to run.
 
-A pass over a slot cache has static shapes, and all that differs from round to round is data: tokens and lengths. What
-is recorded holds until the cache's buffers are replaced.
+A pass over a slot cache has static shapes, and all that differs from round to round is data: tokens, lengths, and the
+parents of a tree. What is recorded holds until the cache's buffers are replaced.
 """
 
+import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 TIMES: Final = 2
 """A shape is launched as usual this often before it is recorded: many come once or twice, and recording costs about as
-much as a pass. It is also the warming-up that a recording needs."""
+much as a pass. It is also the warming-up that a recording needs, and the last time is its rehearsal."""
 
 WIDEST: Final = 33
 """Tokens in a row of a pass worth recording; longer ones are prompts, which are busy and come once."""
 
-Body = Callable[[Int[Tensor, "B T"], Int[Tensor, " B"]], Float[Tensor, "B T V"]]
-"""Tokens and the lengths behind which they stand to logits."""
+Tensors = tuple[Tensor, ...]
+Body = Callable[..., Tensors]
+"""What a pass reads to what it gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,82 +35,133 @@ class Recording:
 
     reach: int
     graph: torch.cuda.CUDAGraph
-    tokens: Int[Tensor, "B T"]
-    lengths: Int[Tensor, " B"]
-    logits: Float[Tensor, "B T V"]
+    inputs: Tensors
+    outputs: Tensors
 
-    def replay(self, tokens: Int[Tensor, "B T"], lengths: Int[Tensor, " B"]) -> Float[Tensor, "B T V"]:
-        self.tokens.copy_(tokens)
-        self.lengths.copy_(lengths)
+    def replay(self, inputs: Tensors) -> Tensors:
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine.copy_(given)
         self.graph.replay()
-        return self.logits.clone()  # the next replay writes over it
+        return tuple(output.clone() for output in self.outputs)  # the next replay writes over them
 
 
 @dataclass(slots=True)
 class Recordings:
-    """Of the passes over one cache: the last for each width, as older ones look less far than there is to see."""
+    """Of the passes over one cache: the last of each kind, as older ones look less far than there is to see."""
 
-    times: Counter[tuple[int, int]] = field(default_factory=Counter)
+    times: Counter[Hashable] = field(default_factory=Counter)
     pool: Any = None
     """Memory that they share: one runs at a time."""
-    by_width: dict[int, Recording] = field(default_factory=dict)
+    by_kind: dict[Hashable, Recording] = field(default_factory=dict)
 
     def forget(self) -> None:
         """The buffers are no longer the ones that were recorded. Their memory goes with the recordings: a pool that has
         none left cannot be used again."""
-        self.by_width.clear()
+        self.by_kind.clear()
         self.pool = None
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Records the passes of one model. `refusal`: why it does not, once a recording has failed."""
+    """Records the passes of one model. `refusal`: why it does not, once a pass has turned out not to be recordable."""
 
     refusal: str | None = None
 
-    def run(
-        self, body: Body, tokens: Int[Tensor, "B T"], lengths: Int[Tensor, " B"], reach: int, kept: Recordings
-    ) -> Float[Tensor, "B T V"]:
-        """`body(tokens, lengths)`, by replay where it was recorded with this width and reach."""
-        width = tokens.shape[1]
-        found = kept.by_width.get(width)
+    def run(self, body: Body, inputs: Tensors, reach: int, kept: Recordings, asked: Hashable = ()) -> Tensors:
+        """`body(*inputs)`, by replay where it was recorded with these shapes and this reach. `asked`: what else the
+        body depends on."""
+        kind = (*(tensor.shape for tensor in inputs), asked)
+        found = kept.by_kind.get(kind)
         if found is None or found.reach != reach:
-            kept.times[width, reach] += 1
-            if self.refusal is not None or kept.times[width, reach] <= TIMES:
-                return body(tokens, lengths)
-            found = self._record(body, tokens, lengths, reach, kept)
+            kept.times[kind, reach] += 1
+            if self.refusal is not None or kept.times[kind, reach] < TIMES:
+                return body(*inputs)
+            if kept.times[kind, reach] == TIMES:
+                return self._rehearsed(body, inputs)
+            found = self._recorded(body, inputs, reach, kept)
             if found is None:
-                return body(tokens, lengths)
-            kept.by_width[width] = found
-        return found.replay(tokens, lengths)
+                return body(*inputs)
+            kept.by_kind[kind] = found
+        return found.replay(inputs)
 
-    def _record(self, body: Body, tokens: Tensor, lengths: Tensor, reach: int, kept: Recordings) -> Recording | None:
-        tokens, lengths = tokens.clone(), lengths.clone()
+    def _rehearsed(self, body: Body, inputs: Tensors) -> Tensors:
+        """`body(*inputs)`, and whether it looks at what lies on the device: while a recording runs that would be an
+        error that not even the allocator and the random numbers of torch recover from."""
         try:
-            graph, logits = _captured(lambda: body(tokens, lengths), kept)
+            with watched():
+                return body(*inputs)
+        except RuntimeError as error:
+            self._refuse(error)
+            return body(*inputs)  # it says again what was not about recording; and writes again what it wrote
+
+    def _recorded(self, body: Body, inputs: Tensors, reach: int, kept: Recordings) -> Recording | None:
+        memory = tuple(tensor.clone() for tensor in inputs)
+        try:
+            graph, outputs = captured(lambda: body(*memory), kept, memory[0].device)
         except Exception as error:  # a model may do anything in its pass, and then it is launched as usual
-            reason = error.__context__ or error
-            self.refusal = f"{type(reason).__name__}: {reason}"
-            warnings.warn(f"passes are launched one kernel at a time, as recording failed: {reason}", stacklevel=2)
+            self._refuse(error.__context__ or error)
             return None
-        return Recording(reach, graph, tokens, lengths, logits)
+        return Recording(reach, graph, memory, outputs)
+
+    def _refuse(self, reason: BaseException) -> None:
+        self.refusal = f"{type(reason).__name__}: {reason}"
+        warnings.warn(f"passes are launched one kernel at a time, as recording failed: {reason}", stacklevel=2)
 
 
-def _captured(run: Callable[[], Tensor], kept: Recordings) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """What `run` launches, taken down and not run. `torch.cuda.graph` would also wait for the device, collect garbage
-    and empty the allocator's cache each time."""
+def captured(
+    run: Callable[[], Tensors], kept: Recordings, device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+    """What `run` launches on this device, taken down and not run. `torch.cuda.graph` would also wait for the device,
+    collect garbage and empty the allocator's cache each time."""
     graph = torch.cuda.CUDAGraph()
-    kept.pool = torch.cuda.graph_pool_handle() if kept.pool is None else kept.pool
-    here, aside = torch.cuda.current_stream(), _aside(torch.cuda.current_device())
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        graph.capture_begin(kept.pool, capture_error_mode="thread_local")
-        try:
-            made = run()
-        finally:
-            graph.capture_end()
-    here.wait_stream(aside)
+    with torch.cuda.device(device), _undisturbed():
+        kept.pool = torch.cuda.graph_pool_handle() if kept.pool is None else kept.pool
+        here, aside = torch.cuda.current_stream(), _aside(torch.cuda.current_device())
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            _begin(graph, kept.pool)
+            try:
+                made = run()
+            finally:
+                graph.capture_end()
+        here.wait_stream(aside)
     return graph, made
+
+
+def _begin(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    # What torch allocates for its random numbers at its first recording is written to at every later one, which may be
+    # somebody else's, outside of inference mode.
+    with torch.inference_mode(False):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No garbage is collected meanwhile: older recordings may be among it, and to destroy one can end another."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Whoever waits for the device meanwhile gets an error. torch warns that it may not see every wait."""
+    before = torch.cuda.get_sync_debug_mode()
+    _set_debugging("error")
+    try:
+        yield
+    finally:
+        _set_debugging(before)
+
+
+def _set_debugging(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @cache

@@ -25,6 +25,7 @@ from draftproof.models.graphs import WIDEST, Recorder
 from draftproof.models.masks import View, additive, chain, tree
 from draftproof.models.probe import TRIED, probe
 from draftproof.models.shadow import attentive, shortened
+from draftproof.models.steady import steady_attention
 
 Masks = Tensor | None | dict[str, Tensor | None]
 
@@ -89,20 +90,34 @@ class HFModel:
         check_layers(layers, self._config.num_hidden_layers)
         with torch.inference_mode():
             cache.reserve(tokens.shape[1], self._max_length)
-            if parents is None and scored is None and not layers and self._recorded(tokens, cache):
-                body = partial(self._logits, cache=cache)
-                logits = self.recorder.run(body, tokens, cache.lengths, cache.reach, cache.recordings)
-                return Forward(released(logits))
-            out = self._pass(tokens, cache.lengths, cache, parents, scored or 0, bool(layers))
-        return Forward(released(out.logits), tuple(released(out.hidden_states[layer]) for layer in layers))
+            body = partial(self._shown, cache=cache, scored=scored or 0, layers=tuple(layers))
+            inputs = (tokens, cache.lengths) if parents is None else (tokens, cache.lengths, parents)
+            if scored is None and self._recordable(tokens, cache):
+                made = self.recorder.run(body, inputs, cache.reach, cache.recordings, tuple(layers))
+            else:
+                made = body(*inputs)
+        logits, *hidden = (released(part) for part in made)
+        return Forward(logits, tuple(hidden))
 
-    def _recorded(self, tokens: Int[Tensor, "B T"], cache: SlotCache) -> bool:
+    def _recordable(self, tokens: Int[Tensor, "B T"], cache: SlotCache) -> bool:
         """Whether this is a pass worth recording: a short one, on a GPU, behind a text."""
         return tokens.is_cuda and tokens.shape[1] <= WIDEST and cache.bound > 0
 
-    def _logits(self, tokens: Int[Tensor, "B T"], lengths: Int[Tensor, " B"], *, cache: SlotCache) -> Tensor:
-        logits: Tensor = self._pass(tokens, lengths, cache, None, 0, False).logits
-        return logits
+    def _shown(
+        self,
+        tokens: Int[Tensor, "B T"],
+        lengths: Int[Tensor, " B"],
+        parents: Int[Tensor, "B K"] | None = None,
+        *,
+        cache: SlotCache,
+        scored: int,
+        layers: tuple[int, ...],
+    ) -> tuple[Tensor, ...]:
+        """The logits, and the states after these layers. On a GPU nothing here may wait for it, so that it can be
+        recorded."""
+        with steady_attention(tokens.device):
+            out = self._pass(tokens, lengths, cache, parents, scored, bool(layers))
+        return (out.logits, *(out.hidden_states[layer] for layer in layers))
 
     def _pass(
         self,

@@ -1,6 +1,7 @@
 """One layer of the slot cache, as transformers wants it."""
 
 from typing import Any, Protocol, runtime_checkable
+from weakref import proxy
 
 from jaxtyping import Int
 from torch import Tensor
@@ -27,7 +28,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers dispatch
 
     def __init__(self, cache: Slots) -> None:
         super().__init__()
-        self.cache = cache
+        # Not a reference: the two would hold each other, and buffers and recordings stay until garbage is collected.
+        self.cache: Slots = proxy(cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = self._empty(key_states), self._empty(value_states)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.train.lockstep import Texts
@@ -40,12 +40,12 @@ def examine(student: Student, teacher: Teacher, texts: Texts, seconds: float) ->
     for first in range(0, min(len(texts), MOST_TEXTS), batch):
         if first and (time.monotonic() - began) * (1 + batch / first) > seconds:
             break
-        part = Texts(texts.tokens[first : first + batch], texts.spoken[first : first + batch])
+        part = texts.of(torch.arange(first, min(first + batch, len(texts))))
         seen += len(part)
-        [lesson] = teacher.lessons(part, batch, depth)
+        lesson = teacher.lesson(part, depth)
         positions += len(lesson.at)
-        mass += float(lesson.p.float().sum())
-        for step, out in enumerate(student.outs(lesson, depth)):
+        mass += float(_law(lesson).sum())
+        for step, out in enumerate(student.outs(lesson, depth, student.average)):
             sums[:, step] += _compared(out, student.rows, lesson)
     shares = (sums / max(1, positions)).tolist()
     return Exam(seen, positions, mass / max(1, positions), shares[0], shares[1])
@@ -56,6 +56,10 @@ def _compared(out: Float[Tensor, "M H"], rows: Float[Tensor, "R H"], lesson: Les
     sums = torch.zeros(2, dtype=torch.float64)
     for part in torch.arange(len(out)).split(CHUNK):
         q = (out[part].to(rows.dtype) @ rows.T).float().softmax(-1)
-        sums[0] += float(torch.minimum(q, lesson.p[part].float()).sum())
+        sums[0] += float(torch.minimum(q, _law(lesson, part)).sum())
         sums[1] += float((q.argmax(-1) == lesson.best[part]).sum())
     return sums
+
+
+def _law(lesson: Lesson, part: Int[Tensor, " m"] | slice = slice(None)) -> Float[Tensor, "m R"]:
+    return (lesson.scores[part].float() - lesson.lse[part, None]).exp()

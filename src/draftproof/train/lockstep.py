@@ -40,6 +40,10 @@ class Texts:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def of(self, rows: Int[Tensor, " n"]) -> "Texts":
+        """Some of them, in this order."""
+        return Texts(self.tokens[rows], self.spoken[rows])
+
 
 @dataclass(frozen=True, slots=True)
 class Start:

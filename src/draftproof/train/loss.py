@@ -4,6 +4,8 @@ The output matrix is frozen and its products are by far the largest tensors of t
 turned into the gradient of its states at once, and only that is kept.
 """
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -16,26 +18,37 @@ CHUNK: Final = 8192
 LEAST_OVERLAP: Final = 0.02
 """Where laws hardly meet, the gradient of the acceptance would grow without bound."""
 
+WIDEST: Final = 16384
+"""Tokens of a row that the kernel holds at once."""
+
 
 def distance(
-    states: Float[Tensor, "M H"], rows: Float[Tensor, "R H"], p: Float[Tensor, "M R"], blend: float
+    states: Float[Tensor, "M H"],
+    rows: Float[Tensor, "R H"],
+    scores: Float[Tensor, "M R"],
+    lse: Float[Tensor, " M"],
+    blend: float,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " M"]]:
     """The mean of (1 - blend) · cross-entropy + blend · (-log acceptance) over positions, and their acceptance.
 
-    `p` is the target's law on the vocabulary of `rows`; what it leaves out is out of reach and counts as refused.
+    The target's law on the vocabulary of `rows` is exp(scores - lse); what it leaves out is out of reach and counts as
+    refused.
     """
-    loss, overlap = _Distance.apply(states, rows, p, blend)
+    loss, overlap = _Distance.apply(states, rows, scores, lse, blend)
     return loss, overlap
 
 
 class _Distance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, rows: Tensor, p: Tensor, blend: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, states: Tensor, rows: Tensor, scores: Tensor, lse: Tensor, blend: float
+    ) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(states)
         total, overlaps = states.new_zeros(()), [states.new_zeros(0)]
+        compare = _comparison(states.device, len(rows))
         for start in range(0, len(states), CHUNK):
             part = slice(start, start + CHUNK)
-            loss, overlap, slope = of_logits(states[part].to(rows.dtype) @ rows.T, p[part], blend)
+            loss, overlap, slope = compare(states[part].to(rows.dtype) @ rows.T, scores[part], lse[part], blend)
             gradient[part] = slope.to(rows.dtype) @ rows
             total = total + loss.sum()
             overlaps.append(overlap)
@@ -47,22 +60,36 @@ class _Distance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        return gradient * (grad / len(gradient)), None, None, None
+        return gradient * (grad / len(gradient)), None, None, None, None
+
+
+def _comparison(device: torch.device, width: int) -> Any:
+    """The kernel where it runs, or its twin."""
+    if device.type == "cuda" and width <= WIDEST and _has_triton():
+        from draftproof.train.slope import compared
+
+        return compared
+    return of_logits
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def of_logits(
-    logits: Float[Tensor, "m R"], p: Float[Tensor, "m R"], blend: float
+    logits: Float[Tensor, "m R"], scores: Float[Tensor, "m R"], lse: Float[Tensor, " m"], blend: float
 ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"], Float[Tensor, "m R"]]:
-    """Loss and acceptance at each position, and the slope of the loss; in float32 at least.
-
-    In place wherever it can be: on a GPU this is bound by the memory it touches, and half of a training's time.
-    """
-    log_q = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    """Loss and acceptance at each position, and the slope of the loss; in float32 at least, and in place wherever it
+    can be: this is bound by the memory it touches."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    p = scores.to(wide).sub(lse[:, None]).exp_()
+    log_q = logits.log_softmax(-1, dtype=wide)
     entropy = -(p * log_q).sum(-1)
     q = log_q.exp_()
     overlap = torch.minimum(q, p).sum(-1)
     refusal = -overlap.clamp(min=torch.finfo(overlap.dtype).tiny).log()
-    mass = p.sum(-1, dtype=q.dtype)
+    mass = p.sum(-1)
     if blend == 0:
         return entropy, overlap, q.mul_(mass[:, None]).sub_(p)
     # (1 - blend) · (q · mass - p) - blend · (below - q · Σ below) / overlap, where `below` is q where it is less than p

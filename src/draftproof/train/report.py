@@ -1,7 +1,8 @@
 """The figures of a training: a sheet to keep, a table to read, a picture to look at."""
 
 import platform
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
     }
+
+
+def step_ms(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds of a step, the median, while it trained one token of a draft and while it trained all."""
+    times: dict[str, list[float]] = {}
+    for look in history:
+        times.setdefault("single" if len(look["accepted"]) == 1 else "unrolled", []).append(look["step_ms"])
+    return {kind: statistics.median(took) for kind, took in times.items()}
 
 
 def table(per_pass: Mapping[str, Mapping[str, float]]) -> str:

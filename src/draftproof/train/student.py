@@ -1,5 +1,6 @@
 """A head that learns: one step of training, its schedule, and what must be kept to go on later."""
 
+import copy
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Final
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from draftproof.models.head import Head
 from draftproof.train.loss import distance
@@ -29,6 +31,9 @@ WARM: Final = 100
 
 LEAST_RATE: Final = 0.02
 """Of the learning rate, at the end."""
+
+MEMORY: Final = 0.999
+"""What the average of the weights keeps of itself at a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +68,8 @@ class Marks:
     def note(self, loss: Tensor, overlaps: list[Tensor]) -> None:
         self.loss += loss.detach()
         self.lessons += 1
-        for step, overlap in enumerate(overlaps):
-            self.overlap[step] += overlap.mean()
-            self.steps[step] += 1
+        self.overlap[: len(overlaps)] += torch.stack([overlap.mean() for overlap in overlaps])
+        self.steps[: len(overlaps)] += 1
 
     def read(self) -> tuple[float, list[float]]:
         """Mean loss, and the acceptance of each step that was trained."""
@@ -76,16 +80,21 @@ class Marks:
 
 @dataclass(slots=True)
 class Student:
-    """A head in training, in float32; on a GPU its products are made in bfloat16."""
+    """A head in training, in float32; on a GPU its products are made in bfloat16.
+
+    `average`: the head with the mean of its latest weights, which is worth more than the last of them.
+    """
 
     head: Head
     rows: Float[Tensor, "R H"]
     course: Course
     steps: int = 0
     optimizer: torch.optim.AdamW = field(init=False)
+    average: Head = field(init=False)
 
     def __post_init__(self) -> None:
         self.head.train()
+        self.average = copy.deepcopy(self.head).requires_grad_(False)
         self.optimizer = torch.optim.AdamW(
             self.head.parameters(),
             lr=self.course.learning_rate,
@@ -103,7 +112,8 @@ class Student:
         depth, blend = (1, 0.0) if progress < SINGLE else (self.course.depth, BLEND)
         for group in self.optimizer.param_groups:
             group["lr"] = self.course.learning_rate * rate(self.steps, progress)
-        fared = [distance(out, self.rows, lesson.p, blend) for out in self.outs(lesson, depth)]
+        outs = self.outs(lesson, depth, self.head)
+        fared = [distance(out, self.rows, lesson.scores, lesson.lse, blend) for out in outs]
         losses, overlaps = zip(*fared, strict=True)
         weights = [DECAY**step for step in range(depth)]
         loss = sum(w * one for w, one in zip(weights, losses, strict=True)) / sum(weights)
@@ -111,29 +121,38 @@ class Student:
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        mix = get_ema_multi_avg_fn(memory(self.steps))
+        mix(tuple(self.average.parameters()), tuple(self.head.parameters()), self.steps)
         self.steps += 1
         marks.note(loss, list(overlaps))
 
-    def outs(self, lesson: Lesson, depth: int) -> list[Float[Tensor, "M H"]]:
+    def outs(self, lesson: Lesson, depth: int, head: Head) -> list[Float[Tensor, "M H"]]:
         """What the output rows score, at each step of the draft and each position that counts."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            outs = unroll(self.head, lesson.embedded, lesson.states, depth)
+            outs = unroll(head, lesson.embedded, lesson.states, depth)
         return [out.flatten(0, 1).index_select(0, lesson.at).float() for out in outs]
 
     def save(self, path: Path, **more: Any) -> None:
         """Under another name first: a run that is killed here leaves the checkpoint before."""
         unfinished = path.with_suffix(".part")
-        state = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps, **more}
-        torch.save(state, unfinished)
+        parts: dict[str, Any] = {"head": self.head, "average": self.average, "optimizer": self.optimizer}
+        state = {name: part.state_dict() for name, part in parts.items()}
+        torch.save({**state, "steps": self.steps, **more}, unfinished)
         unfinished.rename(path)
 
     def restore(self, path: Path) -> dict[str, Any]:
         """Go on where `save` was; what else was kept is returned."""
         state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
         self.head.load_state_dict(state.pop("head"))
+        self.average.load_state_dict(state.pop("average"))
         self.optimizer.load_state_dict(state.pop("optimizer"))
         self.steps = state.pop("steps")
         return state
+
+
+def memory(steps: int) -> float:
+    """What the average keeps of itself: less at first, or it would long be that of weights that know nothing."""
+    return min(MEMORY, (1 + steps) / (10 + steps))
 
 
 def rate(steps: int, progress: float) -> float:

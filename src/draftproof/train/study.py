@@ -9,41 +9,37 @@ from jaxtyping import Int
 from torch import Tensor
 
 from draftproof.train.budget import Budget
-from draftproof.train.lockstep import Texts
+from draftproof.train.notes import Notes
 from draftproof.train.plan import Workplace
 from draftproof.train.student import Marks, Student
-from draftproof.train.teacher import Lesson, Teacher
+from draftproof.train.teacher import Lesson
 
-LOOK: Final = 32
+LOOK: Final = 64
 LOOK_SECONDS: Final = 5.0
 """Steps between two looks at the marks, of which each waits for all that a GPU was given to do; seconds, where steps
 are long."""
 
 CHECKPOINT_SECONDS: Final = 60.0
-MOST_LOGITS: Final = 8 << 30
-"""Bytes of the target's logits in one pass of the teacher on a GPU."""
-
-AHEAD: Final = 4
-"""Batches for which the teacher runs at once there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a training is. `accepted`: the acceptance at each step of the draft that is being trained."""
+    """How far a training is. `accepted`: the acceptance at each step of the draft that is being trained;
+    `step_ms`: what a step has taken lately."""
 
     share: float
     steps: int
     loss: float
     accepted: list[float]
+    step_ms: float
 
 
 @dataclass(slots=True)
 class Study:
-    """A student, its teacher and its texts. `began`: what had been spent when the training began."""
+    """A student and its lessons. `began`: what had been spent when the training began."""
 
     student: Student
-    teacher: Teacher
-    texts: Texts
+    notes: Notes
     budget: Budget
     place: Workplace
     began: float
@@ -61,8 +57,8 @@ class Study:
             last = self.budget.left_until(self.budget.training_ends) < now - before
             before = now
             if last or self.student.steps % LOOK == 0 or now - looked > LOOK_SECONDS:
-                self._tell(marks, report)
-                marks, looked = self._marks(), now
+                looked = self._tell(marks, looked, report)
+                marks = self._marks()
                 if now - saved > CHECKPOINT_SECONDS:
                     saved = self.save()
                 self._pause()
@@ -84,11 +80,15 @@ class Study:
     def _marks(self) -> Marks:
         return Marks.none(self.student.course.depth, self.student.device)
 
-    def _tell(self, marks: Marks, report: Callable[[Progress], None]) -> None:
+    def _tell(self, marks: Marks, looked: float, report: Callable[[Progress], None]) -> float:
+        """Say how it went since one last looked, and when it is: a GPU has done by then what it was given to do."""
         loss, accepted = marks.read()
-        now = Progress(self.share, self.student.steps, loss, accepted)
-        self.history.append({"steps": now.steps, "loss": loss, "accepted": accepted})
+        spent = self.budget.spent
+        step_ms = 1000 * (spent - looked) / marks.lessons
+        now = Progress(self.share, self.student.steps, loss, accepted, step_ms)
+        self.history.append({"steps": now.steps, "loss": loss, "accepted": accepted, "step_ms": round(step_ms, 2)})
         report(now)
+        return spent
 
     def _pause(self) -> None:
         try:
@@ -99,29 +99,22 @@ class Study:
 
     def _lessons(self) -> Iterator[Lesson]:
         course = self.student.course
-        batch = min(course.batch, len(self.texts))
-        for some in batches(self.texts, batch, course.seed, self.student.steps, self._ahead(batch)):
-            for lesson in self.teacher.lessons(some, batch, course.depth):
-                if len(lesson.at):
-                    yield lesson
-
-    def _ahead(self, batch: int) -> int:
-        if self.student.device.type != "cuda":
-            return 1
-        logits = 2 * batch * self.texts.tokens.shape[1] * self.teacher.vocab_size
-        return max(1, min(AHEAD, MOST_LOGITS // logits))
+        batch = min(course.batch, self.notes.texts)
+        for rows in batches(self.notes.texts, batch, course.seed, self.student.steps):
+            lesson = self.notes.lesson(rows, course.depth)
+            if len(lesson.at):
+                yield lesson
 
 
-def batches(texts: Texts, batch: int, seed: int, first: int, ahead: int) -> Iterator[Texts]:
-    """Texts of up to `ahead` batches, from batch number `first` on and without end, every epoch in its own order."""
-    in_epoch = len(texts) // batch
-    number = first
+def batches(texts: int, batch: int, seed: int, first: int) -> Iterator[Int[Tensor, " n"]]:
+    """The texts of every batch from number `first` on and without end, every epoch in its own order."""
+    in_epoch = texts // batch
+    epoch, at = divmod(first, in_epoch)
     while True:
-        epoch, at = divmod(number, in_epoch)
-        count = min(ahead, in_epoch - at)
-        rows = _order(len(texts), seed, epoch)[at * batch : (at + count) * batch]
-        yield Texts(texts.tokens[rows], texts.spoken[rows])
-        number += count
+        order = _order(texts, seed, epoch)
+        for number in range(at, in_epoch):
+            yield order[number * batch : (number + 1) * batch]
+        epoch, at = epoch + 1, 0
 
 
 def _order(count: int, seed: int, epoch: int) -> Int[Tensor, " n"]:

@@ -1,5 +1,6 @@
 """The target as a teacher: for its own texts, the states that a head reads and the law that it should have."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -8,73 +9,136 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftproof.models.door import head_size
+from draftproof.models.door import decoder_config, head_size
 from draftproof.models.tapped import embeddings, output_rows
 from draftproof.train.lockstep import Texts
 
 CHUNK: Final = 8192
 """Positions whose whole law exists at the same time."""
 
+SAME: Final = 0.01
+"""Of the logits' standard deviation: how far apart they are, on average, if they differ by their rounding only."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
     """A batch of texts for a head: position n reads the states there and token n + 1, and should say token n + 2.
 
-    at    the positions that count, in the texts laid end to end: those whose token the target drew as an answer
-    p     the target's law there, on the head's vocabulary
-    best  the index of the target's likeliest token there; -1 where the vocabulary does not have it
+    at      the positions that count, in the texts laid end to end: those whose token the target drew as an answer
+    scores  the target's logits there, of the head's vocabulary
+    lse     log Σ exp of all its logits there: its law is exp(scores - lse), and what that leaves out is out of reach
+    best    the index of the target's likeliest token there; -1 where the vocabulary does not have it
     """
 
     embedded: Float[Tensor, "B N H"]
     states: tuple[Float[Tensor, "B N H"], ...]
     at: Int[Tensor, " M"]
-    p: Float[Tensor, "M R"]
+    scores: Float[Tensor, "M R"]
+    lse: Float[Tensor, " M"]
     best: Int[Tensor, " M"]
 
 
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What a target showed of texts, at all of their positions: its states after each tap, and of its laws what cannot
+    be told from the last of these."""
+
+    states: tuple[Float[Tensor, "B T H"], ...]
+    lse: Float[Tensor, "B T"]
+    best: Int[Tensor, "B T"]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return *self.states, self.lse, self.best
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Tensor]) -> "Taught":
+        *states, lse, best = parts
+        return cls(tuple(states), lse, best)
+
+
 class Teacher:
-    """Runs the target on texts. `ids` are the tokens a head can say."""
+    """Runs the target on texts. `ids` are the tokens a head can say.
+
+    `tells`: whether the last tap tells the law, being what the output rows score and nothing else done to the scores.
+    A target that caps or scales its logits, or adds a bias, has to show them each time.
+    """
 
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], ids: Int[Tensor, " R"]) -> None:
         self._model, self._taps = model, taps
         self._embeddings = embeddings(model)
         self.ids = ids.to(model.device)
         self.vocab_size = head_size(model)
-        self._index = torch.full((self.vocab_size,), -1, device=model.device)
-        self._index[self.ids] = torch.arange(len(ids), device=model.device)
+        self._index = torch.full((self.vocab_size,), -1, dtype=torch.int32, device=model.device)
+        self._index[self.ids] = torch.arange(len(ids), dtype=torch.int32, device=model.device)
         self.rows = output_rows(model, self.ids).contiguous()
+        self.tells = taps[-1] == decoder_config(model).num_hidden_layers and self._told()
 
     @torch.no_grad()
-    def lessons(self, texts: Texts, batch: int, skip: int) -> list[Lesson]:
-        """One for each `batch` texts, all out of one pass: a pass over few texts is bound by its launches on a GPU.
-        The first `skip` positions of a text do not count."""
-        tokens = _sent(texts.tokens, self._model.device).long()
-        shown = self._model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        made = []
-        for first in range(0, len(texts), batch):
-            some = slice(first, first + batch)
-            at = _sent(counted(Texts(texts.tokens[some], texts.spoken[some]), skip), self._model.device)
-            made.append(self._lesson(tokens[some], shown, some, at))
-        return made
+    def lesson(self, texts: Texts, skip: int) -> Lesson:
+        """A pass of the target over these texts. The first `skip` positions of each do not count."""
+        if self.tells:
+            return self.repeated(texts, self.taught(texts), skip)
+        tokens, shown = self._shown(texts)
+        at = self._at(texts, skip)
+        which = _behind(at, texts)
+        laws = [self._law(shown.logits.flatten(0, 1)[part]) for part in which.split(CHUNK)]
+        lse, best = (torch.cat(part) for part in zip(*laws, strict=True))
+        scores = shown.logits.flatten(0, 1)[which[:, None], self.ids]
+        return self._lesson(tokens, tuple(shown.hidden_states[tap] for tap in self._taps), at, scores, lse, best)
 
-    def _lesson(self, tokens: Int[Tensor, "B T"], shown: Any, some: slice, at: Int[Tensor, " M"]) -> Lesson:
+    @torch.no_grad()
+    def taught(self, texts: Texts) -> Taught:
+        """What need not be asked twice: all that `repeated` makes a lesson of."""
+        _, shown = self._shown(texts)
+        B, T = texts.tokens.shape
+        laws = [self._law(part) for part in shown.logits.flatten(0, 1).split(CHUNK)]
+        lse, best = (torch.cat(part).view(B, T) for part in zip(*laws, strict=True))
+        return Taught(tuple(shown.hidden_states[tap] for tap in self._taps), lse, best)
+
+    @torch.no_grad()
+    def repeated(self, texts: Texts, taught: Taught, skip: int) -> Lesson:
+        """A lesson without a pass of the target."""
+        tokens, at = sent(texts.tokens, self._model.device).long(), self._at(texts, skip)
+        which = _behind(at, texts)
+        scores = self._scores(taught.states[-1].flatten(0, 1).index_select(0, which))
+        lse, best = (part.flatten().index_select(0, which) for part in (taught.lse, taught.best))
+        return self._lesson(tokens, taught.states, at, scores, lse, best)
+
+    def _shown(self, texts: Texts) -> tuple[Int[Tensor, "B T"], Any]:
+        tokens = sent(texts.tokens, self._model.device).long()
+        return tokens, self._model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+
+    def _at(self, texts: Texts, skip: int) -> Int[Tensor, " M"]:
+        return sent(counted(texts, skip), self._model.device)
+
+    def _scores(self, states: Float[Tensor, "*m H"]) -> Float[Tensor, "*m R"]:
+        return states.to(self.rows.dtype) @ self.rows.T
+
+    def _law(self, logits: Float[Tensor, "m V"]) -> tuple[Float[Tensor, " m"], Int[Tensor, " m"]]:
+        """What is to be known of a law besides the scores: log Σ exp, and the index of the likeliest token."""
+        return logits.float().logsumexp(-1), self._index[logits.argmax(-1)]
+
+    def _lesson(
+        self,
+        tokens: Int[Tensor, "B T"],
+        states: Sequence[Float[Tensor, "B T H"]],
+        at: Int[Tensor, " M"],
+        *law: Tensor,
+    ) -> Lesson:
+        """The first positions of the texts, all but two; `law` as a lesson has it."""
         N = tokens.shape[1] - 2
-        p, best = self._laws(shown.logits[some].flatten(0, 1), at + 2 * (at // N) + 1)
-        states = tuple(shown.hidden_states[tap][some, :N] for tap in self._taps)
-        return Lesson(self._embeddings[tokens[:, 1:-1]].float(), states, at, p, best)
+        embedded = self._embeddings[tokens[:, 1:-1]].float()
+        return Lesson(embedded, tuple(part[:, :N] for part in states), at, *law)
 
-    def _laws(
-        self, logits: Float[Tensor, "P V"], at: Int[Tensor, " M"]
-    ) -> tuple[Float[Tensor, "M R"], Int[Tensor, " M"]]:
-        laws, best = [logits.new_zeros(0, len(self.ids))], [at[:0]]
-        for part in at.split(CHUNK):
-            scores = logits[part].float()
-            top, argmax = scores.max(-1)
-            scores -= top[:, None]
-            reduced = scores[:, self.ids].exp_()
-            laws.append(reduced.div_(scores.exp_().sum(-1, keepdim=True)).to(logits.dtype))
-            best.append(self._index[argmax])
-        return torch.cat(laws), torch.cat(best)
+    @torch.no_grad()
+    def _told(self) -> bool:
+        """Asks the target itself, with a few tokens: there are more ways to make logits than names for them."""
+        tokens = torch.arange(64).view(4, 16) % self.vocab_size
+        _, shown = self._shown(Texts(tokens, torch.ones_like(tokens, dtype=torch.bool)))
+        wanted = shown.logits[..., self.ids].float()
+        told = self._scores(shown.hidden_states[self._taps[-1]]).float()
+        return bool((told - wanted).abs().mean() < SAME * wanted.std())
 
 
 def counted(texts: Texts, skip: int) -> Int[Tensor, " M"]:
@@ -84,6 +148,11 @@ def counted(texts: Texts, skip: int) -> Int[Tensor, " M"]:
     return counts.flatten().nonzero().squeeze(1)
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+def _behind(at: Int[Tensor, " M"], texts: Texts) -> Int[Tensor, " M"]:
+    """Where the target has the law of the token to be guessed, in all positions of the texts laid end to end."""
+    return at + 2 * (at // (texts.tokens.shape[1] - 2)) + 1
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """To the device, without waiting for what it is doing."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -25,6 +25,7 @@ from draftproof.train.budget import Budget
 from draftproof.train.corpus import Corpus, corpus, ends_of, frequent
 from draftproof.train.exam import Exam, examine
 from draftproof.train.in_loop import SAMPLINGS, held_out, tallies
+from draftproof.train.notes import Notes, room_on
 from draftproof.train.plan import DEFAULT_VOCAB, Plan, Workplace, workplace
 from draftproof.train.report import Figures
 from draftproof.train.student import Student
@@ -92,15 +93,16 @@ def _learnt(place: Workplace, budget: Budget, watch: Watch) -> Figures:
     model, tokenizer = _target(plan)
     texts = corpus(place, model, tokenizer, budget, watch.stage)
     watch.say(f"{len(texts.train)} texts of {texts.train.tokens.shape[1]} tokens")
-    study = _study(place, model, tokenizer, texts, budget)
+    teacher = _teacher(plan, model, tokenizer, texts)
+    study = _study(place, model, teacher, texts, budget)
     study.run(watch.progress)
     budget.check_pause(budget.for_evaluation)
-    exam = examine(study.student, study.teacher, texts.held_out, EXAM * budget.left_until(budget.seconds))
+    exam = examine(study.student, teacher, texts.held_out, EXAM * budget.left_until(budget.seconds))
     figures = _figures(plan, budget, texts, study, exam)
     training = {name: value for name, value in figures.items() if name != "history"}
-    ids = tuple(study.teacher.ids.tolist())
+    ids = tuple(teacher.ids.tolist())
     meta = meta_for(model, ids, target=plan.called, training=training, licence=plan.licence)
-    save(plan.out, study.student.head, meta)
+    save(plan.out, study.student.average, meta)
     return figures
 
 
@@ -117,18 +119,22 @@ def _target(plan: Plan) -> tuple[PreTrainedModel, Any]:
     return engine.hf, engine.tokenizer
 
 
-def _study(place: Workplace, model: PreTrainedModel, tokenizer: Any, texts: Corpus, budget: Budget) -> Study:
-    """A new student, or the one of the checkpoint."""
-    plan = place.plan
+def _teacher(plan: Plan, model: PreTrainedModel, tokenizer: Any, texts: Corpus) -> Teacher:
     vocab = plan.vocab or min(DEFAULT_VOCAB, head_size(model))
     ids = frequent(texts.train, head_size(model), vocab, ends_of(model, tokenizer))
-    teacher = Teacher(model, shape_for(model).taps, ids)
+    return Teacher(model, shape_for(model).taps, ids)
+
+
+def _study(place: Workplace, model: PreTrainedModel, teacher: Teacher, texts: Corpus, budget: Budget) -> Study:
+    """A new student, or the one of the checkpoint."""
+    plan = place.plan
     student = Student(new_head(model, plan.seed).to(model.device), teacher.rows, plan.course)
     began, history = budget.spent, list[dict[str, object]]()
     if place.checkpoint.exists():
         kept = student.restore(place.checkpoint)
         began, history = kept["began"], kept["history"]
-    return Study(student, teacher, texts.train, budget, place, began, history)
+    notes = Notes(teacher, texts.train, room_on(model.device))
+    return Study(student, notes, budget, place, began, history)
 
 
 def new_head(model: PreTrainedModel, seed: int) -> Head:
@@ -153,6 +159,8 @@ def _figures(plan: Plan, budget: Budget, texts: Corpus, study: Study, exam: Exam
         "steps": study.student.steps,
         "epochs": study.student.steps * study.student.course.batch / len(texts.train),
         "seconds": {"data": study.began, "training": budget.spent - study.began},
+        "step_ms": reports.step_ms(study.history),
+        "texts_remembered": study.notes.remembered,
         "held_out": asdict(exam),
         "history": study.history,
     }

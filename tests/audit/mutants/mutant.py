@@ -30,6 +30,8 @@ class Mutant:
     budget: int | None
     because: str = ""
     world: World = field(default_factory=World)
+    ends: tuple[int, ...] | None = None
+    """The tokens that end a text; None: those of the target, which in a tiny world are none."""
 
     @property
     def name(self) -> str:
@@ -40,6 +42,7 @@ class Mutant:
         world = self.world
         drafter = world.draft_hf if self.drafts == "model" else "prompt-lookup"
         asked = {"sampling": self.sampling, "drafter": drafter, "max_tokens": self.budget or UNFOUND, **world.asked}
+        asked["ends"] = self.ends
         with unchecked():
             return audit(self.build(world), world.hf, world.prompts, **{**asked, **options})
 
@@ -60,11 +63,12 @@ def mutant(
     budget: int | None = 6_000,
     because: str = "",
     world: World | None = None,
+    ends: tuple[int, ...] | None = None,
 ) -> Callable[[Callable[[World], Decoder]], Callable[[World], Decoder]]:
     """Enter a function that builds a wrong decoder; its docstring's first line says what is wrong."""
 
     def enter(build: Callable[[World], Decoder]) -> Callable[[World], Decoder]:
-        MUTANTS[build.__name__] = Mutant(build, family, drafts, sampling, budget, because, world or World())
+        MUTANTS[build.__name__] = Mutant(build, family, drafts, sampling, budget, because, world or World(), ends)
         return build
 
     return enter
