@@ -45,7 +45,8 @@ test-all: check
 
 test-gpu:
 	PYTHONPATH=src python3 -m pytest -c tests/kernels/gpu.ini --confcutdir=tests/kernels -p no:cacheprovider -m gpu \
-		tests/kernels
+		tests/kernels tests/core tests/models/test_hf.py tests/engine/test_cuda.py \
+		tests/drafters/test_head_drafter.py tests/drafters/test_model_drafter.py
 
 controls: $(READY)
 	$(TEST) tests/test_controls.py --write-controls

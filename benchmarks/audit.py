@@ -24,8 +24,9 @@ import transformers
 
 import draftproof as dp
 from draftproof.audit.asked import Asked
-from draftproof.audit.bets import Bettor, as_drafter
+from draftproof.audit.bets import Bettor
 from draftproof.audit.betting import Betting
+from draftproof.audit.drafted import as_drafter
 from draftproof.audit.examine import audit
 from draftproof.audit.head import with_states
 from draftproof.audit.positions import Positions, Text
@@ -78,10 +79,10 @@ def mixtures(plain: dp.Engine, share: float, most: int) -> dict[str, Any]:
     for i, prompt in enumerate(asked_prompts(plain, 2)):
         said = plain.decode([prompt], dp.Sampling(), max_tokens=64, seeds=[i])[0]
         laws = teacher.laws(Positions.of([Text(tuple(prompt), tuple(said.tokens), said.rounds)]), dp.Sampling())
-        log_q = bettor.drafter_law(laws)
-        bets = bets or len(bettor.tickets(laws, log_q))
+        drafted = bettor.drafted(laws)
+        bets = bets or len(bettor.tickets(laws, drafted))
         near = (laws.log_p + NOISE * torch.randn(laws.log_p.shape, generator=numbers)).log_softmax(-1)
-        for kept, law in zip(ratios.values(), (log_q, near), strict=True):
+        for kept, law in zip(ratios.values(), (drafted.log_q, near), strict=True):
             mixed = (1 - share) * laws.p + share * law.exp()
             drawn = mixed.multinomial(REPEATS, replacement=True, generator=numbers)  # [T, REPEATS]
             kept.append((law.gather(1, drawn) - laws.log_p.gather(1, drawn)).double().exp().flatten())

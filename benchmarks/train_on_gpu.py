@@ -1,10 +1,11 @@
 """Train the head that is shipped, on a machine with a GPU and no network: the model's file travels in two halves.
 
     split -n 2 SmolLM2-135M-Instruct.Q4_1.gguf build/model/part-        # here: halves under build/, which git ignores
-    PYTHONPATH=src python3 benchmarks/train_on_gpu.py --minutes 10.5 --out DIR --until $(($(date +%s) + 570))   # there
+    PYTHONPATH=src python3 benchmarks/train_on_gpu.py --minutes 9 --depth 4 --out DIR --until $(($(date +%s) + 585))
 
 Joins the halves, converts them, trains (`draftproof train`), counts tokens for each pass (benchmarks/head.py), and
 copies head, figures and counts to DIR. A command that ends early, or is ended, goes on when it is given again.
+--profile 10 first tells where the time of a step goes (benchmarks/train_steps.py), in half a minute.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import torch
 
 from draftproof.models import bundled
 from draftproof.models.convert import convert
@@ -31,6 +34,7 @@ SHORTEST_COUNT, LONGEST_COUNT = 45.0, 160.0
 
 TOLD = ("head.safetensors", "head.json", "figures.json", "acceptance.png", "passes.json")
 SAY_SECONDS = 10.0
+PROFILE_SECONDS = 60.0
 
 
 def say(line: str) -> None:
@@ -67,7 +71,9 @@ def watch() -> Watch:
 
     def progress(now: Progress) -> None:
         accepted = " ".join(f"{value:.3f}" for value in now.accepted)
-        rarely("training", f"training {now.share:.0%}, step {now.steps}, loss {now.loss:.3f}, accepted {accepted}")
+        took = f"{now.step_ms:.1f} ms a step"
+        line = f"training {now.share:.0%}, step {now.steps}, {took}, loss {now.loss:.3f}, accepted {accepted}"
+        rarely("training", line)
 
     return Watch(lambda stage, share: rarely(stage, f"{stage} {share:.0%}"), progress, say)
 
@@ -76,7 +82,23 @@ def count(model: Path, head: Path, device: str, seconds: float) -> None:
     """Tokens for each pass, by the benchmark itself: a process of its own, and seven cells."""
     options = ["--only-passes", "--device", device, "--target", str(model), "--head", str(head)]
     options += ["--seconds-a-cell", f"{(seconds - STARTING_SECONDS) / 7:.1f}", "--out", str(head / "passes.json")]
-    subprocess.run([sys.executable, str(Path(__file__).with_name("head.py")), *options], check=False)
+    torch.cuda.empty_cache()  # what this process no longer uses would be missing there
+    _ended("head.py", options, seconds)
+
+
+def profile(model: Path, options: argparse.Namespace) -> None:
+    """Where a step's time goes: in a process of its own, whose memory is given back."""
+    asked = ["--target", str(model), "--device", options.device, "--steps", str(options.profile), "--data"]
+    asked += ["--depth", str(options.depth), "--length", str(options.length)]
+    _ended("train_steps.py", asked, PROFILE_SECONDS)
+
+
+def _ended(program: str, options: list[str], seconds: float) -> None:
+    """A program beside this one, for so many seconds at most."""
+    try:
+        subprocess.run([sys.executable, str(Path(__file__).with_name(program)), *options], check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        say(f"{program} was ended after {seconds:.0f} seconds")
 
 
 def tell(head: Path, out: Path) -> None:
@@ -95,20 +117,26 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.5, help="for data, training and evaluation, all commands")
     parser.add_argument("--until", type=float, default=math.inf, help="this command must be over then, as date +%%s")
     parser.add_argument("--length", type=int, default=642)
+    parser.add_argument("--depth", type=int, default=5, help="draft length it is trained for")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="first N steps of each kind, profiled")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     model = target(options.halves, options.model)
     say(f"target in {model}")
+    if options.profile:
+        profile(model, options)
     plan = Plan(
         target=str(model), out=options.head, minutes=options.minutes, seed=options.seed, device=options.device,
-        length=options.length, name="SmolLM2-135M-Instruct", licence="Apache-2.0, as SmolLM2-135M-Instruct",
+        length=options.length, depth=options.depth, name="SmolLM2-135M-Instruct",
+        licence="Apache-2.0, as SmolLM2-135M-Instruct",
     )  # fmt: skip
     try:
         if not (options.head / "figures.json").exists():
             pause = options.until - time.time()
             figures = train(plan, resume=options.head.exists(), pause=pause, watch=watch())
+            say(", ".join(f"{kind} steps {ms:.1f} ms" for kind, ms in figures["step_ms"].items()))
             print(table(figures["tokens_per_pass"]), flush=True)
             tell(options.head, options.out)
         left = min(options.until - time.time(), LONGEST_COUNT)

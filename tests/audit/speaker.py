@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftproof.audit.decoder import Said
+from draftproof.audit.positions import Positions, Text
 from draftproof.core.sampling import Sampling
 from draftproof.core.types import Round
 from draftproof.models.toy import Toy
@@ -86,3 +87,27 @@ class Speaker:
                 rounds.append(Round(self.K, depth))
                 depth = 0
         return (*rounds, Round(self.K, depth)) if depth else tuple(rounds)
+
+
+@dataclass
+class Copier:
+    """Drafts what followed the latest longest match, one token at a time, and emits the target's own draw, which is
+    exact. `redraws`: a draw that is not the draft is thrown away for another one."""
+
+    target: Toy
+    redraws: bool = False
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int, seeds: Sequence[int]
+    ) -> list[Said]:
+        numbers = torch.Generator().manual_seed(seeds[0])
+        rows = [list(prompt) for prompt in prompts]
+        for _ in range(max_tokens):
+            ends = torch.tensor([row[-2:] for row in rows])
+            p = (self.target.table[ends[:, 0], ends[:, 1]].double() / sampling.temperature).softmax(-1)
+            draft = Positions.of([Text(tuple(row), (0,)) for row in rows]).continuation
+            first, second = p.multinomial(2, replacement=True, generator=numbers).T
+            again = (draft >= 0) & (first != draft) if self.redraws else torch.zeros_like(draft, dtype=torch.bool)
+            for row, token in zip(rows, torch.where(again, second, first).tolist(), strict=True):
+                row.append(token)
+        return [Said(tuple(row[len(prompt) :])) for row, prompt in zip(rows, prompts, strict=True)]

@@ -245,6 +245,8 @@ def test_a_certificate_is_shown_after_every_batch():
     last = audit(Speaker(TARGET, DRAFT), TARGET, PROMPTS, **{**HOW, "bias": 0.001}, max_tokens=6_000, watch=seen.append)
     assert [c.tokens for c in seen] == [1_600, 3_200, 4_800, 6_400]
     assert seen[-1] is last
+    drafted = [c.coverage.drafted for c in seen]
+    assert drafted == sorted(set(drafted))  # each keeps what it was when it was shown
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])

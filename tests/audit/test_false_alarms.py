@@ -61,7 +61,7 @@ def evidence(gate):
     said = speaker.decode([[0, 1]] * ROWS, Sampling(), max_tokens=LENGTH, seeds=range(ROWS))
     laws = Teacher(target).laws(Positions.of([Text((0, 1), s.tokens, s.rounds) for s in said]), Sampling())
     bettor = Bettor(Sampling(), 1e-4, Teacher(draft), traced=True)
-    tickets = {t.name: t for t in bettor.tickets(laws, bettor.drafter_law(laws))}
+    tickets = {t.name: t for t in bettor.tickets(laws, bettor.drafted(laws))}
     kept = torch.stack(speaker.kept, 1).flatten()
     proposal = torch.stack(speaker.proposals, 1).flatten()
     return float(Wealth().play([gate(tickets, laws, kept, proposal)], 1e-4)[-1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof.audit.bets import as_drafter
+from draftproof.audit.drafted import as_drafter
 from draftproof.audit.head import HeadTeacher, with_states
 from draftproof.audit.positions import Positions, Text
 from draftproof.core.sampling import Sampling

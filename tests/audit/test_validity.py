@@ -66,7 +66,7 @@ def mean_wealth(sampling, forbidden=None):
     assert abs(float(chance.sum()) - 1) < WITHIN
     bettor = Bettor(sampling, 1e-12, Teacher(draft), traced=True)
     laws = Teacher(target, tolerance=1e-12).laws(Positions.of(texts), sampling)
-    tickets = bettor.tickets(laws, bettor.drafter_law(laws))
+    tickets = bettor.tickets(laws, bettor.drafted(laws))
     if forbidden is not None:
         flags = torch.tensor([kept for _, kept, _ in found]).flatten()
         tickets.append(forbidden(tickets, flags))
@@ -116,6 +116,6 @@ def test_the_mean_of_all_gamblers_is_an_e_value():
     total = 0.0
     for tokens, kept, chance in outcomes(p, q):
         laws = Teacher(target).laws(Positions.of([Text(PROMPT, tokens, rounds(kept))]), sampling)
-        running = Wealth().play(bettor.tickets(laws, bettor.drafter_law(laws)), 1e-4)
+        running = Wealth().play(bettor.tickets(laws, bettor.drafted(laws)), 1e-4)
         total += chance * float(running[-1].exp())
     assert 0.999 < total <= 1

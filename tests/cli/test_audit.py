@@ -47,7 +47,8 @@ def test_bets_on_a_heads_own_law_decide(run, model, prompts, tmp_path, name):
     assert said.status == 0, said.out + said.err
     certificate = dp.Certificate.load(tmp_path / "audit.json")
     assert certificate.tested["drafter model"] == "a head of 100 tokens"
-    assert certificate.smallest_bias == certificate.visible["toward the drafter's law"]
+    drafted = ["toward the drafter's law", *(["toward copied text"] if name.startswith("suffix") else [])]
+    assert certificate.smallest_bias == max(certificate.visible[bet] for bet in drafted)
 
 
 def test_auto_is_what_it_stands_for(run, model, prompts):

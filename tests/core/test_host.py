@@ -36,3 +36,8 @@ def test_a_gpu_is_waited_for_only_by_who_reads():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [int(fetch.read()[0]) for fetch in fetches] == [2 * n for n in range(50)]
+
+
+def test_the_host_is_no_device_to_be_on():
+    with host.on(CPU):
+        assert host.sent([1], CPU).tolist() == [1]

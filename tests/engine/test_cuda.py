@@ -7,9 +7,15 @@ import torch
 
 import draftproof as dp
 from draftproof.core import host
+from draftproof.drafters.choice import Choice
+from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.suffix import Suffix
 from draftproof.engine import batch as batches
+from draftproof.models.fitted import FittedHead
+from draftproof.models.graphs import Recorder, Recordings
 from draftproof.models.hf import HFModel
+from engine.heads import IDS, trained
 from engine.tiny import PROMPT, llama, neighbour
 
 pytestmark = [
@@ -17,7 +23,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 S = dp.Sampling
-MIXED = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(top_k=3, seed=5), S(top_p=0.8, min_p=0.05, seed=6)]
+MIXED = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(seed=5), S(temperature=0.5, seed=6)]
+FILTERED = [S(top_k=3, seed=5), S(temperature=0.0, seed=4), S(top_p=0.8, min_p=0.05, seed=6)]
+"""Apart: their kernels take long to compile."""
 DRAFTERS = {
     "none": lambda: None,
     "ngram": lambda: "ngram",
@@ -26,11 +34,20 @@ DRAFTERS = {
     "smaller vocabulary": lambda: ModelDrafter(HFModel(neighbour.__wrapped__(6).cuda()), vocab_size=8),
     "early exit": lambda: "early-exit:1",
 }
+OF_TARGET = {
+    "head": lambda model: HeadDrafter(FittedHead.on(trained(), torch.tensor(IDS[:6]), model)),
+    "suffix+head": lambda model: Choice(Suffix(), OF_TARGET["head"](model), enough=3),
+}
+EDITED = [S(repetition_penalty=1.2, seed=3), S(temperature=0.0, presence_penalty=0.3, seed=4), S(logit_bias={2: 1.0})]
 
 
-def texts(model, drafter, rule, samplings=MIXED, tokens=24, k=3):
-    engine = dp.load(model, drafter, rule=rule, num_draft_tokens=k)
-    outputs = engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens)
+def drafter_of(name, model):
+    return DRAFTERS[name]() if name in DRAFTERS else OF_TARGET[name](model)
+
+
+def texts(model, drafter, rule, samplings=MIXED, tokens=24, k=3, *, graphs=True, **asked):
+    engine = dp.load(model, drafter, rule=rule, num_draft_tokens=k, graphs=graphs)
+    outputs = engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens, **asked)
     return [output.tokens for output in outputs]
 
 
@@ -43,31 +60,58 @@ def no_waiting(mode="error"):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_round_waits_once(name, rule, monkeypatch):
-    """Kernels are compiled and shapes recorded first: that may wait. Then nothing does but the one fetch."""
-    model = llama.__wrapped__().cuda()
-    drafter = DRAFTERS[name]()
-    texts(model, drafter, rule)
-    advance, read, waits, reads = batches.advance, host.Fetch.read, [], []
+@pytest.fixture
+def waits(monkeypatch):
+    """How many fetched numbers each round had to wait for. Whatever else waits in a round is an error."""
+    advance, read, found, late = batches.advance, host.Fetch.read, [], []
 
     def fetched(fetch):
-        reads.append(not fetch._arrived.query())
+        late.append(not fetch._arrived.query())
         return read(fetch)
 
     def counted(*args):
-        reads.clear()
+        late.clear()
         with no_waiting():
             rows = advance(*args)
-        waits.append(sum(reads))
+        found.append(sum(late))
         return rows
 
     monkeypatch.setattr(host.Fetch, "read", fetched)
     monkeypatch.setattr(batches, "advance", counted)
+    return found
+
+
+@contextmanager
+def unwatched(monkeypatch):
+    """Kernels are compiled and shapes recorded first: that may wait."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+        yield
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("name", [*DRAFTERS, *OF_TARGET])
+def test_a_round_waits_once(name, rule, waits, monkeypatch):
+    model = llama.__wrapped__().cuda()
+    drafter = drafter_of(name, model)
+    with unwatched(monkeypatch):
+        texts(model, drafter, rule)
+    waits.clear()
     texts(model, drafter, rule)
     assert len(waits) > 4
     assert max(waits) <= 1
+
+
+@pytest.mark.parametrize("name", ["ngram", "model", "head"])
+def test_log_probabilities_penalties_and_filters_cost_no_wait_more(name, waits, monkeypatch):
+    model = llama.__wrapped__().cuda()
+    drafter = drafter_of(name, model)
+    for samplings, asked in ((MIXED, {"logprobs": True}), (EDITED, {}), (FILTERED, {})):
+        with unwatched(monkeypatch):
+            texts(model, drafter, "block", samplings, **asked)
+        waits.clear()
+        texts(model, drafter, "block", samplings, **asked)
+        assert max(waits) <= 1
 
 
 def test_the_device_tells_of_a_wait():
@@ -82,8 +126,9 @@ def test_it_says_what_it_says_on_a_cpu(name):
     on_host = DRAFTERS[name]() if name in ("none", "ngram", "suffix", "early exit") else neighbour()
     if name == "smaller vocabulary":
         on_host = ModelDrafter(HFModel(neighbour(6)), vocab_size=8)
-    want = texts(llama(), on_host, "block")
-    assert texts(llama.__wrapped__().cuda(), DRAFTERS[name](), "block") == want
+    samplings = [*MIXED, *FILTERED]
+    want = texts(llama(), on_host, "block", samplings)
+    assert texts(llama.__wrapped__().cuda(), DRAFTERS[name](), "block", samplings) == want
 
 
 def test_recorded_passes_say_the_same_as_launched_ones():
@@ -96,3 +141,68 @@ def test_recorded_passes_say_the_same_as_launched_ones():
         said.append([o.tokens for o in engine.generate(prompts, [S(seed=i) for i in range(3)], max_tokens=200)])
     assert served.recorder.refusal is None
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("rule", ["block", "tree"])
+def test_recorded_heads_say_the_same_as_launched_ones(rule):
+    model = llama.__wrapped__().cuda()
+    branches = 2 if rule == "tree" else 1
+    fitted = FittedHead.on(trained(), torch.tensor(IDS[:6]), model)
+    said = [
+        texts(model, HeadDrafter(fitted, branches=branches, graphs=graphs), rule, tokens=40, graphs=graphs)
+        for graphs in (True, False)
+    ]
+    assert said[0] == said[1]
+
+
+def passes(recorder, body, times=5):
+    kept = Recordings()
+    inputs = torch.ones((1, 2), dtype=torch.long, device="cuda"), torch.ones(1, dtype=torch.long, device="cuda")
+    with torch.inference_mode():
+        return [recorder.run(body, inputs, 256, kept)[0].tolist() for _ in range(times)]
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda tokens: bool(tokens.any()),
+        lambda tokens: 1 / (not torch.cuda.is_current_stream_capturing()),
+        lambda tokens: torch.tensor([1], device="cuda"),
+    ],
+    ids=["looks", "fails", "sends"],
+)
+def test_what_cannot_be_recorded_is_launched_and_leaves_the_device_as_it_was(does):
+    def body(tokens, lengths):
+        does(tokens)
+        return (tokens + lengths,)
+
+    recorder = Recorder()
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        assert passes(recorder, body) == [[[2, 2]]] * 5
+    assert recorder.refusal is not None
+    assert torch.rand(3, device="cuda").sum().item() > 0
+    sound = Recorder()
+    assert passes(sound, lambda tokens, lengths: (tokens * lengths,)) == [[[1, 1]]] * 5
+    assert sound.refusal is None
+
+
+def test_recordings_of_others_outside_of_inference_mode_still_work():
+    assert passes(Recorder(), lambda tokens, lengths: (tokens - lengths,)) == [[[0, 0]]] * 5
+    numbers, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+    numbers * 2
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        twice = numbers * 2
+    numbers.fill_(3.0)
+    graph.replay()
+    assert twice.tolist() == [6.0] * 4
+
+
+def test_memory_goes_with_its_engine():
+    model = llama.__wrapped__(max_length=1024).cuda()
+    texts(model, "suffix", "block", tokens=40)  # what torch keeps for its libraries
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        texts(model, "suffix", "block", tokens=40)
+    assert torch.cuda.memory_allocated() <= before + 2**20

@@ -4,10 +4,14 @@ import pytest
 import torch
 
 import draftproof as dp
+from draftproof.drafters.choice import Choice
+from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
+from draftproof.drafters.suffix import Suffix
 from draftproof.engine import batch as batches
 from draftproof.models.hf import HFModel
+from engine.heads import on_target
 from engine.tiny import PROMPT, llama, neighbour
 from engine.waits import Waits
 
@@ -26,11 +30,13 @@ DRAFTERS = {
     "smaller vocabulary": lambda: ModelDrafter(HFModel(neighbour(6)), vocab_size=8),
     "confident model": lambda: ModelDrafter(HFModel(neighbour()), vocab_size=8, confidence=0.3),
     "early exit": lambda: "early-exit:1",
+    "head": lambda: HeadDrafter(on_target(6)),
+    "suffix+head": lambda: Choice(Suffix(), HeadDrafter(on_target(6)), enough=3),
 }
 WARM = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(temperature=0.9, min_p=0.05, seed=5)]
 
 
-def rounds(monkeypatch, drafter, rule, samplings, tokens=4):
+def rounds(monkeypatch, drafter, rule, samplings, tokens=4, **asked):
     """Looks and waits of every round, and the texts."""
     watch, found = Waits(), []
     advance = batches.advance
@@ -45,17 +51,23 @@ def rounds(monkeypatch, drafter, rule, samplings, tokens=4):
 
     monkeypatch.setattr(batches, "advance", counted)
     engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=2)
-    outputs = engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens)
+    outputs = engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens, **asked)
     monkeypatch.undo()
-    return found, [output.tokens for output in outputs]
+    return found, told(outputs)
 
 
-def plainly(drafter, rule, samplings, tokens=4):
+def told(outputs):
+    """Log-probabilities up to rounding: elsewhere a pass looks at whole buckets of slots."""
+    logprobs = [pytest.approx(output.logprobs, abs=1e-5) if output.logprobs else None for output in outputs]
+    return [(output.tokens, logprob) for output, logprob in zip(outputs, logprobs, strict=True)]
+
+
+def plainly(drafter, rule, samplings, tokens=4, **asked):
     engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=2)
-    return [o.tokens for o in engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens)]
+    return told(engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens, **asked))
 
 
-SHORT = ("none", "fillers", "model")  # what differs most; the interpreter takes its time over the others
+SHORT = ("none", "fillers", "model", "head")  # what differs most; the interpreter takes its time over the others
 NAMES = [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.slow]) for name in DRAFTERS]
 
 
@@ -79,6 +91,30 @@ def test_filters_are_drawn_with_and_judged_by_without_a_look(monkeypatch, sampli
     found, texts = rounds(monkeypatch, neighbour(), "token", [sampling], tokens=3)
     assert found == [([], 1)] * len(found)
     assert texts == plainly(neighbour(), "token", [sampling], tokens=3)
+
+
+@pytest.mark.parametrize("name", ["fillers", "head"])
+def test_log_probabilities_are_the_laws_own_and_come_in_the_same_fetch(monkeypatch, name):
+    found, texts = rounds(monkeypatch, DRAFTERS[name](), "block", WARM[:2], logprobs=True)
+    assert found == [([], 1)] * len(found)
+    wanted = plainly(DRAFTERS[name](), "block", WARM[:2], logprobs=True)
+    assert [tokens for tokens, _ in texts] == [tokens for tokens, _ in wanted]
+    assert [said.expected for _, said in texts] == [said for _, said in wanted]
+
+
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_penalties_and_bias_are_drafted_with_without_a_look(monkeypatch, name):
+    edited = [S(repetition_penalty=1.3, presence_penalty=0.2, seed=1), S(logit_bias={2: 1.0}, seed=2)]
+    found, texts = rounds(monkeypatch, DRAFTERS[name](), "block", edited, tokens=3)
+    assert found == [([], 1)] * len(found)
+    assert texts == plainly(DRAFTERS[name](), "block", edited, tokens=3)
+
+
+def test_a_grammar_waits_once_more(monkeypatch):
+    grammar = {"allowed": lambda text: torch.arange(8) != len(text) % 8}
+    found, texts = rounds(monkeypatch, neighbour(), "block", WARM[:1], tokens=3, **grammar)
+    assert found == [([], 2)] * len(found)
+    assert texts == plainly(neighbour(), "block", WARM[:1], tokens=3, **grammar)
 
 
 def test_the_counter_can_find_a_wait(monkeypatch):

@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,6 +44,19 @@ def test_what_is_not_kept_is_overwritten():
     cache.keep(torch.tensor([2, 0]))
     assert remembered(cache) == [[1, 7, 8], [4, 5, 6]]
     assert remembered(cache, layer=1) == [[1001, 1007, 1008], [1004, 1005, 1006]]
+
+
+def test_buffers_go_with_their_cache():
+    """At once, and not when garbage is collected: on a GPU they are most of the memory, and recordings go with them."""
+    cache = SlotCache(1, 2, 0, CPU)
+    written(cache, [[1, 2, 3], [4, 5, 6]])
+    keys = weakref.ref(cache.layers[0].keys)
+    gc.disable()
+    try:
+        del cache
+        assert keys() is None
+    finally:
+        gc.enable()
 
 
 def test_forgetting_is_assigning_smaller_lengths():

@@ -1,7 +1,8 @@
 """When a pass is recorded, and what happens where it cannot be. Replays themselves: tests/engine/test_cuda.py."""
 
 import gc
-from contextlib import contextmanager, nullcontext
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def recorded(monkeypatch):
 
     monkeypatch.setattr(graphs, "captured", capture)
     monkeypatch.setattr(graphs, "watched", nullcontext)
+    monkeypatch.setattr(graphs, "recordable", lambda tokens: True)
     return shapes
 
 
@@ -62,6 +64,14 @@ def test_a_shape_is_recorded_when_it_has_come_often_enough(recorded):
     passes(recorder, kept, 4, 256, TIMES + 2)
     passes(recorder, kept, 3, 512, TIMES + 2)
     assert recorded == [3, 4, 3]
+
+
+def test_what_looks_further_serves_for_what_looks_less_far(recorded):
+    """At a border of buckets the reach goes to and fro with every rejection."""
+    recorder, kept = Recorder(), Recordings()
+    passes(recorder, kept, 3, 512, TIMES + 1)
+    passes(recorder, kept, 3, 256, TIMES + 2)
+    assert recorded == [3]
 
 
 def test_what_else_a_pass_depends_on_has_a_recording_of_its_own(recorded):
@@ -95,28 +105,33 @@ def test_a_replay_does_not_write_over_what_it_gave_before(recorded):
 
 
 def test_a_pass_that_waits_is_found_out_before_it_is_recorded(recorded, monkeypatch):
-    """While a recording runs, a wait would be an error that torch does not recover from."""
-    seen = []
+    """While a recording runs, a wait would be an error from which torch does not recover."""
+    monkeypatch.setattr(graphs, "watched", lambda: nullcontext(["model.py:7"]))
+    recorder, kept = Recorder(), Recordings()
+    passes(recorder, kept, 3, 256, TIMES - 1)
+    with pytest.warns(UserWarning, match=r"cannot be recorded: it waits for the device \(model.py:7\)"):
+        passes(recorder, kept, 3, 256, 1)
+    passes(recorder, kept, 3, 256, TIMES)
+    assert not recorded
 
-    @contextmanager
-    def watched():
-        seen.append("watched")
-        yield
 
-    def curious(tokens, lengths):
-        if len(seen) == 1:
-            seen.append("looked")
-            raise RuntimeError("called a synchronizing CUDA operation")
-        return body(tokens, lengths)
+def test_torch_is_asked_where_a_pass_waits(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    found = []
 
-    monkeypatch.setattr(graphs, "watched", watched)
-    recorder, kept, inputs = Recorder(), Recordings(), (torch.ones((1, 2), dtype=torch.long), torch.tensor([3]))
-    assert_same(recorder.run(curious, inputs, 256, kept), body(*inputs))
-    with pytest.warns(UserWarning, match="as recording failed: called a synchronizing"):
-        assert_same(recorder.run(curious, inputs, 256, kept), body(*inputs))
-    for _ in range(TIMES):
-        assert_same(recorder.run(curious, inputs, 256, kept), body(*inputs))
-    assert (seen, recorded) == (["watched", "looked"], [])
+    def rehearse():
+        with graphs.watched() as waits:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+            warnings.warn("something else", stacklevel=1)
+        found.extend(waits)
+
+    with pytest.warns(UserWarning, match="something else") as others:
+        rehearse()
+    assert [place.rpartition("/")[2].partition(":")[0] for place in found] == ["test_graphs.py"]
+    assert (modes, len(others)) == (["warn", 0], 1)
 
 
 def test_no_garbage_is_collected_while_a_pass_is_recorded():
@@ -129,12 +144,20 @@ def test_no_garbage_is_collected_while_a_pass_is_recorded():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="recording fails only where there is no GPU")
 def test_where_recording_fails_passes_go_on_and_say_why(monkeypatch):
     monkeypatch.setattr(graphs, "watched", nullcontext)
+    monkeypatch.setattr(graphs, "recordable", lambda tokens: True)
     recorder, kept = Recorder(), Recordings()
     passes(recorder, kept, 3, 256, TIMES)
-    with pytest.warns(UserWarning, match="passes are launched one kernel at a time, as recording failed"):
+    with pytest.warns(UserWarning, match="passes are launched one kernel at a time, as they cannot be recorded"):
         passes(recorder, kept, 3, 256, 1)
     assert recorder.refusal is not None
     passes(recorder, kept, 3, 256, 3)
+
+
+def test_only_short_passes_on_a_gpu_are_recorded():
+    assert not graphs.recordable(torch.ones((1, 2), dtype=torch.long))
+    kept = Recordings()
+    passes(Recorder(), kept, 3, 256, TIMES + 2)
+    assert not kept.times
 
 
 def test_recording_can_be_switched_off(recorded):

@@ -21,6 +21,7 @@ def test_data_training_and_evaluation_share_the_whole():
     assert budget.data_ends == 150.0
     assert budget.training_ends == 555.0
     assert Budget(100.0).training_ends == 90.0
+    assert Budget(600.0, data=0.4).data_ends == 240.0
 
 
 def test_what_earlier_runs_spent_is_spent():

@@ -8,15 +8,16 @@ Bets look where drafts fire: at the drafter's law recomputed from the text, at w
 rounds' first tokens. A law averaged over everything else can be right where the drafts are wrong.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from draftproof.audit.drafted import Drafted, LawOf
 from draftproof.audit.positions import Positions
 from draftproof.audit.processors import TILTING, in_use, output_counts, tilted, without
 from draftproof.audit.teacher import Laws, Teacher
@@ -24,13 +25,11 @@ from draftproof.audit.tickets import Table
 from draftproof.audit.wealth import Ticket
 from draftproof.core.sampling import Sampling
 
-LawOf = Callable[[Sequence[int]], Float[Tensor, " V"]]
-"""A drafter's law of the next token, given all tokens before it."""
-
 TAILS: Final[Mapping[str, float]] = MappingProxyType(
     {"the tail below 1e-2": 1e-2, "the tail below 1e-4": 1e-4, "the tail beyond 24 bits": 2.0**-24}
 )
 FLATTER, SHARPER = 0.8, 1.25
+
 
 @dataclass(frozen=True, slots=True)
 class Bettor:
@@ -52,32 +51,26 @@ class Bettor:
 
     @property
     def defects(self) -> tuple[str, ...]:
-        """Bets on laws that known defects have: a clean audit must have been able to see each defect, strike how it may
-        at OFTEN of the positions. They are no mixtures with the draft, and can be far weaker."""
+        """Bets on laws that known defects have: a clean audit must have been able to see each whole defect. They are no
+        mixtures with the draft, and one can be invisible long after the other would have been seen."""
         named = {
-            "toward the drafter's law": ("toward what both hold likely",),
+            "toward the drafter's law": (
+                "toward what both hold likely",
+                "toward the drafter's first choice, judged as drawn",
+            ),
             "toward copied text": ("toward copied text, judged twice",),
         }
         return tuple(defect for mixture in self.mixtures for defect in named[mixture])
 
-    def tickets(self, laws: Laws, log_q: Float[Tensor, "N V"] | None) -> list[Ticket]:
-        """Every bet on these positions, always in the same order; `log_q` is the `drafter_law` there."""
-        table = Table(laws, laws.clear & ~laws.impossible, self.tolerance)
-        made = [*_on_drafts(table, log_q), *_on_shape(table), *_on_repeats(table), *self._on_parameters(table)]
-        return made + (list(_by_place(made, laws.positions)) if self.traced else [])
+    def drafted(self, laws: Laws) -> Drafted | None:
+        """What the drafter would draw from at these positions; None where no law of it is known."""
+        return None if self.drafter is None else Drafted.by(self.drafter, laws, self.sampling)
 
-    def drafter_law(self, laws: Laws) -> Float[Tensor, "N V"] | None:
-        """The drafter's log-probabilities at these positions, over the target's vocabulary; None without a drafter."""
-        if self.drafter is None:
-            return None
-        positions, V = laws.positions, laws.log_p.shape[-1]
-        if isinstance(self.drafter, Teacher):
-            log_q = self.drafter.laws(positions, self.sampling).log_p
-        else:
-            rows = zip(positions.before.tolist(), positions.length.tolist(), strict=True)
-            log_q = torch.stack([self.drafter(row[:n]) for row, n in rows]).log()
-        wide = torch.nn.functional.pad(log_q[:, :V], (0, max(0, V - log_q.shape[1])), value=-torch.inf)
-        return wide.to(laws.log_p)
+    def tickets(self, laws: Laws, drafted: Drafted | None) -> list[Ticket]:
+        """Every bet on these positions, always in the same order; `drafted` as that method tells it."""
+        table = Table(laws, laws.clear & ~laws.impossible, self.tolerance)
+        made = [*_on_drafts(table, drafted), *_on_shape(table), *_on_repeats(table), *self._on_parameters(table)]
+        return made + (list(_by_place(made, laws.positions)) if self.traced else [])
 
     def _on_parameters(self, table: Table) -> Iterator[Ticket]:
         """Laws with one parameter left out, on the tokens that the right law allows: the others are impossible."""
@@ -93,21 +86,38 @@ class Bettor:
             yield table.law("with penalties a round late", log_a, lag > 0)
 
 
-def _on_drafts(table: Table, log_q: Float[Tensor, "N V"] | None) -> Iterator[Ticket]:
+def _on_drafts(table: Table, drafted: Drafted | None) -> Iterator[Ticket]:
     copied, p = table.laws.positions.continuation, table.laws.p
     yield from table.token("copied text", copied)
     yield table.partly("toward copied text, judged twice", copied, _at(p, copied))
-    if log_q is None:
-        return
-    q, shared = log_q.exp(), torch.minimum(p, log_q.exp())
-    yield table.law("toward the drafter's law", _allowed(log_q, table.laws))
-    yield table.law("toward what both hold likely", (shared + (1 - shared.sum(-1, keepdim=True)) * p).log())
-    yield table.law("away from the drafter's law", _normalised((p - q).clamp_min(0.0)), _differ(p, q))
-    first = log_q.argmax(-1)
+    if drafted is not None:
+        yield from _on_laws(table, drafted)
+
+
+def _on_laws(table: Table, drafted: Drafted) -> Iterator[Ticket]:
+    p, q = table.laws.p, drafted.q
+    shared, residual = torch.minimum(p, q), _normalised((p - q).clamp_min(0.0))
+    rejected, apart = 1 - shared.sum(-1, keepdim=True), _differ(p, q)
+    yield table.law("toward the drafter's law", _allowed(drafted.log_q, table.laws))
+    yield table.law("toward what both hold likely", (shared + rejected * p).log())
+    yield table.law("away from the drafter's law", residual.log(), apart)
+    # a coin that rejects is large; used once more, by inverse CDF, it draws the later tokens of the residual
+    later = residual * (2 * residual.cumsum(-1) - residual)
+    yield table.law("toward later tokens after a rejection", (shared + rejected * later).log(), apart)
+    if drafted.log_raw is not None:
+        yield table.law("toward drafts judged by their raw law", _judged(p, q, drafted.log_raw.exp()).log())
+    first = drafted.log_q.argmax(-1)
     yield from table.token("the drafter's first choice", first)
     yield table.partly(
         "toward the drafter's first choice, judged as drawn", first, (_at(p, first) / _at(q, first)).clamp(max=1)
     )
+
+
+def _judged(p: Float[Tensor, "N V"], drawn: Float[Tensor, "N V"], said: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+    """What the token rule emits if drafts are drawn from one law and said to come from another."""
+    kept = drawn * torch.where(said > 0, p / said, 1.0).clamp(max=1.0)
+    closing = torch.where(_differ(p, said)[:, None], _normalised((p - said).clamp_min(0.0)), p)
+    return kept + (1 - kept.sum(-1, keepdim=True)) * closing
 
 
 def _on_shape(table: Table) -> Iterator[Ticket]:
@@ -156,8 +166,8 @@ def _at(law: Float[Tensor, "N V"], token: Int[Tensor, " N"]) -> Float[Tensor, " 
 
 
 def _normalised(weights: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-    """As log-probabilities; NaN where there is no mass, which is no bet."""
-    return (weights / weights.sum(-1, keepdim=True)).log()
+    """As probabilities; NaN where there is no mass, which is no bet."""
+    return weights / weights.sum(-1, keepdim=True)
 
 
 def _differ(p: Float[Tensor, "N V"], q: Float[Tensor, "N V"]) -> Bool[Tensor, " N"]:
@@ -168,31 +178,3 @@ def _differ(p: Float[Tensor, "N V"], q: Float[Tensor, "N V"]) -> Bool[Tensor, " 
 def _allowed(scores: Float[Tensor, "N V"], laws: Laws) -> Float[Tensor, "N V"]:
     """As log-probabilities over the tokens that the target's law allows: what is outside shows as impossible."""
     return scores.masked_fill(laws.log_p == -torch.inf, -torch.inf).log_softmax(-1)
-
-
-COPYING: Final = ("ngram", "suffix", "prompt-lookup")
-"""Drafters that copy from the text. Of any other a name does not tell the law, and to bet on copies would find nothing
-wrong with a skipped residual."""
-
-
-def copies(drafter: Any) -> bool:
-    """Whether a drafter of this name copies, always or where it can."""
-    return isinstance(drafter, str) and drafter.split("+")[0] in COPYING
-
-
-def as_drafter(drafter: Any) -> Teacher | LawOf | None:
-    """A draft model, its `Teacher`, or a function from the tokens before to a law; None or a name where the drafts are
-    copied from the text."""
-    if drafter is None or isinstance(drafter, Teacher):
-        return drafter
-    if isinstance(drafter, str) and drafter in COPYING:
-        return None
-    if getattr(drafter, "config", None) is not None or hasattr(drafter, "new_cache"):
-        return Teacher(drafter)
-    if callable(drafter):
-        law: LawOf = drafter
-        return law
-    raise ValueError(
-        "drafter must be a draft model, a head, a function from tokens to a law, the name of one that copies "
-        f"({', '.join(COPYING)}), or None; got {drafter!r:.80}"
-    )

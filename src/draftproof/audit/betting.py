@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from draftproof.audit.asked import Asked
 from draftproof.audit.bets import Bettor
 from draftproof.audit.certificate import THE_END, Impossible
 from draftproof.audit.coverage import Coverage, copies
+from draftproof.audit.drafted import Drafted
 from draftproof.audit.positions import Positions, Text
 from draftproof.audit.processors import CUTTING, cut, in_use, tilted, without
 from draftproof.audit.teacher import Laws, Teacher
@@ -59,10 +58,10 @@ class Betting:
         """`numbers`: which texts of the audit these are."""
         positions = Positions.of(chunk)
         laws = self.teacher.laws(positions, self.asked.sampling)
-        log_q = self.bettor.drafter_law(laws)
+        drafted = self.bettor.drafted(laws)
         level = -math.log(self.alpha)
-        running = self.wealth.play(self.bettor.tickets(laws, log_q), self.bettor.tolerance, level)
-        self._replay(laws, log_q)
+        running = self.wealth.play(self.bettor.tickets(laws, drafted), self.bettor.tolerance, level)
+        self._replay(laws, drafted)
         self._look_for_the_impossible(laws, numbers)
         self.tokens += len(running)
         if float(running[-1]) >= level and self.impossible is None:
@@ -72,12 +71,11 @@ class Betting:
         if len(self.curve) > POINTS:
             self.curve = self.curve[1::2]
 
-    def _replay(self, laws: Laws, log_q: Float[Tensor, "N V"] | None) -> None:
+    def _replay(self, laws: Laws, drafted: Drafted | None) -> None:
         if self.coverage.source == "trace":
             return
-        if log_q is not None:
-            q = log_q.exp()
-            self.coverage.replayed(len(laws.p), float((1 - torch.minimum(laws.p, q).sum(-1)).sum()))
+        if drafted is not None:
+            self.coverage.replayed(len(laws.p), float((1 - torch.minimum(laws.p, drafted.q).sum(-1)).sum()))
         elif self.bettor.copying:
             self.coverage.replayed(*copies(laws.positions.continuation, laws.positions.token))
 
@@ -109,6 +107,7 @@ class Betting:
             "names": list(self.wealth.names),
             "logs": self.wealth.logs.tolist(),
             "growth": self.wealth.growth.tolist(),
+            "moved": self.wealth.moved.tolist(),
             "curve": [list(point) for point in self.curve],
             "found_at": self.found_at,
             "impossible": None if self.impossible is None else asdict(self.impossible),
@@ -119,8 +118,8 @@ class Betting:
         self.texts, self.tokens, self.unbet = kept["texts"], kept["tokens"], kept["unbet"]
         self.coverage = Coverage(**kept["coverage"])
         self.bettor = replace(self.bettor, traced=kept["traced"])
-        logs, growth = (torch.tensor(kept[name], dtype=torch.float64) for name in ("logs", "growth"))
-        self.wealth = Wealth(tuple(kept["names"]), logs, growth)
+        numbers = (torch.tensor(kept[name], dtype=torch.float64) for name in ("logs", "growth", "moved"))
+        self.wealth = Wealth(tuple(kept["names"]), *numbers)
         self.curve = [(int(n), float(e)) for n, e in kept["curve"]]
         self.found_at = kept["found_at"]
         self.impossible = Impossible(**kept["impossible"]) if kept["impossible"] else None

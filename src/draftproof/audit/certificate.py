@@ -41,6 +41,7 @@ class Certificate:
                   nine times in ten (None: none would)
     smallest_bias the share of a mixture with what is drafted that would have been found
     decisive      the bets without which nobody is acquitted, and the share of its law that each must have seen
+    negligible    known defects that would have changed too few tokens to be looked for, and the share that they change
     more_tokens   how many more would settle it, as far as can be told
     unbet         positions where a cutoff lay within rounding of a token, on which nothing was bet
     near_ties     of a greedy audit: tokens that differ from the likeliest within rounding
@@ -66,6 +67,7 @@ class Certificate:
     visible: dict[str, float | None] = field(default_factory=dict)
     smallest_bias: float | None = None
     decisive: dict[str, float] = field(default_factory=dict)
+    negligible: dict[str, float] = field(default_factory=dict)
     more_tokens: int | None = None
     unbet: int = 0
     near_ties: int = 0
@@ -160,9 +162,13 @@ def defects_seen(c: Certificate) -> list[str]:
     """For each decisive bet that is no mixture, how often its defect would have had to strike to be seen."""
     asked = {name: share for name, share in c.decisive.items() if share != c.bias}
     seen = {name: c.visible.get(name) for name in asked}
-    return [
-        f"{'none' if seen[name] is None else f'{seen[name]:.3g}'} of “{name}”; asked for {share:g}"
+    found = [
+        f"{'none' if seen[name] is None else f'{seen[name]:.3g}'} of the defect “{name}”; asked for {share:g}"
         for name, share in asked.items()
+    ]
+    return found + [
+        f"“{name}” was not looked for: it would change {share:.2g} of the tokens"
+        for name, share in c.negligible.items()
     ]
 
 

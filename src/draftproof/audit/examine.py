@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 from draftproof.audit.asked import Asked
-from draftproof.audit.bets import Bettor, as_drafter, copies
+from draftproof.audit.bets import Bettor
 from draftproof.audit.betting import Betting
 from draftproof.audit.certificate import Certificate
 from draftproof.audit.decoder import Decoder
+from draftproof.audit.drafted import as_drafter, copies_text
 from draftproof.audit.facts import check_the_same, facts_of, untested
 from draftproof.audit.greedy import Greedy
 from draftproof.audit.head import with_states
@@ -78,7 +79,7 @@ def audit(
     watch       called with the certificate as it stands, after every batch and at the end
     """
     teacher = target if isinstance(target, Teacher) else Teacher(target, tolerance=tolerance)
-    copying, drafter = copies(drafter), with_states(drafter, teacher.model)
+    copying, drafter = copies_text(drafter), with_states(drafter, teacher.model)
     ends = teacher.ends if ends is None else tuple(ends)
     method = _method(method, teacher, sampling, bool(ends))
     asked = Asked(

@@ -5,9 +5,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from draftproof.audit.asked import Asked, sampling_dict
-from draftproof.audit.bets import as_drafter
 from draftproof.audit.certificate import Certificate
 from draftproof.audit.decoder import Decoder
+from draftproof.audit.drafted import as_drafter
 from draftproof.audit.processors import in_use
 from draftproof.audit.teacher import Teacher
 
@@ -43,8 +43,10 @@ def untested(asked: Asked, drafter: Any) -> list[str]:
     made = ["other prompts, lengths, batches and sampling parameters"]
     if asked.method != "greedy":
         made.append("a bias that no bet points to, and one that is smaller than what would have been seen")
-    if asked.method != "greedy" and as_drafter(drafter) is None:
+    if asked.method != "greedy" and drafter is None:
         made.append("mixtures with a law that the drafter draws from: none was given")
+    if asked.method != "greedy" and isinstance(drafter, str):
+        made.append("copied drafts other than what followed the latest longest match")
     if not asked.ends:
         made.append("whether texts stop where they should: no token ends them")
     if asked.method == "bets":

@@ -7,6 +7,7 @@ make all that follows a difference.
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -90,7 +91,7 @@ class Greedy:
             "method": METHOD,
             "tokens": self.tokens,
             "texts": self.texts,
-            "coverage": self.coverage,
+            "coverage": deepcopy(self.coverage),
             "impossible": self.wrong,
             "near_ties": self.near_ties,
             "smallest_bias": smallest,

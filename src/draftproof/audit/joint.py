@@ -91,7 +91,7 @@ class Joint:
 
     def findings(self) -> dict[str, Any]:
         found = findings(self.betting)
-        found["method"] = METHOD
+        found |= {"method": METHOD, "decisive": {}, "negligible": {}}  # counts decide, not bets
         if self.betting.biased:
             return found
         if not self.complete:

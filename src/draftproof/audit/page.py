@@ -5,7 +5,7 @@ from html import escape
 from importlib.resources import files
 from typing import Final
 
-from draftproof.audit.certificate import Certificate, drafts_line, number
+from draftproof.audit.certificate import Certificate, defects_seen, drafts_line, number
 from draftproof.audit.hints import hint
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 760, 260, 56, 30
@@ -38,6 +38,8 @@ def _figures(c: Certificate) -> dict[str, str]:
         made["evidence"] = f"{number(c.log_evidence)}; {number(c.threshold)} decides"
     if c.smallest_bias is not None:
         made["smallest bias that would have been seen"] = f"{c.smallest_bias:.3g}"
+    if c.decisive:
+        made["defects that would have been seen"] = "; ".join(defects_seen(c))
     if c.more_tokens:
         made["more tokens to settle it"] = f"about {c.more_tokens:,}"
     if c.unbet or c.near_ties:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ from draftproof.audit.betting import Betting
 from draftproof.audit.certificate import Verdict
 from draftproof.audit.coverage import rejections_needed
 from draftproof.audit.positions import Text
-from draftproof.audit.wealth import growth_needed
+from draftproof.audit.wealth import STRENGTHS, growth_needed
 
 METHOD: Final = "bets on every token"
 
@@ -19,15 +20,27 @@ SUSPENSE: Final = math.log(10.0)
 goes on decides it."""
 
 
-OFTEN: Final = 0.5
-"""The share of positions at which a defect with a law of its own must be visible. It strikes where a draft was tested,
-which is not everywhere that its bet is placed."""
+WHOLE: Final = STRENGTHS[-1]
+"""The share at which a defect with a law of its own must be visible: nearly all of it, the largest that is bet."""
+
+
+NEGLIGIBLE: Final = 0.1
+"""A known defect is looked for down to this part of the bias that is asked for: whatever changes fewer tokens than that
+would keep an exact decoder waiting for ever."""
 
 
 def decisive(betting: Betting) -> dict[str, float]:
     """The bets by which a clean audit must have been able to win, and the share of its law that each must have seen."""
-    bettor = betting.bettor
-    return dict.fromkeys(bettor.mixtures, betting.asked.bias) | dict.fromkeys(bettor.defects, OFTEN)
+    bettor, small = betting.bettor, negligible(betting)
+    defects = [name for name in bettor.defects if name not in small]
+    return dict.fromkeys(bettor.mixtures, betting.asked.bias) | dict.fromkeys(defects, WHOLE)
+
+
+def negligible(betting: Betting) -> dict[str, float]:
+    """The defects that would have changed too few of these tokens to be looked for, and the share that they change."""
+    wealth, least = betting.wealth, NEGLIGIBLE * betting.asked.bias
+    shares = dict(zip(wealth.names, (wealth.moved / max(betting.tokens, 1)).tolist(), strict=True))
+    return {name: shares[name] for name in betting.bettor.defects if name in shares and shares[name] < least}
 
 
 def visible(betting: Betting) -> float | None:
@@ -122,7 +135,7 @@ def findings(betting: Betting) -> dict[str, Any]:
         "method": METHOD,
         "tokens": betting.tokens,
         "texts": betting.texts,
-        "coverage": betting.coverage,
+        "coverage": deepcopy(betting.coverage),
         "log_evidence": betting.wealth.log_evidence,
         "bet_alpha": betting.alpha,
         "found_by": winner(betting) if betting.biased and betting.impossible is None else None,
@@ -132,6 +145,7 @@ def findings(betting: Betting) -> dict[str, Any]:
         "visible": betting.wealth.visible(betting.alpha),
         "smallest_bias": visible(betting),
         "decisive": decisive(betting),
+        "negligible": negligible(betting),
         "more_tokens": more_tokens(betting),
         "unbet": betting.unbet,
         "curve": list(betting.curve),

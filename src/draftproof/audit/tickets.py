@@ -63,7 +63,7 @@ class Table:
         placed = self.open if where is None else self.open & where
         placed = placed & ~said.isnan()
         ratio = torch.where(placed, (said - self.laws.log_p_said).exp(), 1.0)
-        return Ticket(name, placed, ratio, _growth_of_law(self.laws, log_a, placed))
+        return Ticket(name, placed, ratio, *_growth_of_law(self.laws, log_a, placed))
 
 
 def _on_set(
@@ -82,17 +82,23 @@ def _on_set(
     gain, loss = 1 + shares * won[:, None], 1 + shares * lost[:, None]
     inside = mass[:, None] * gain  # the set's mass under the alternative
     growth = inside * gain.log() + (1 - inside) * loss.log()
-    return Ticket(name, placed, ratio, growth * placed[:, None])
+    return Ticket(name, placed, ratio, growth * placed[:, None], moved * (1 - mass) * placed)
 
 
-def _growth_of_law(laws: Laws, log_a: Float[Tensor, "N V"], placed: Bool[Tensor, " N"]) -> Float[Tensor, "N E"]:
+def _growth_of_law(
+    laws: Laws, log_a: Float[Tensor, "N V"], placed: Bool[Tensor, " N"]
+) -> tuple[Float[Tensor, "N E"], Float[Tensor, " N"]]:
+    """The growth for each strength, and the total variation between the two laws."""
     stride = 1 if log_a.shape[-1] <= SMALL else STRIDE
     p = laws.p[::stride]
     log_ratio = (log_a[::stride] - laws.log_p[::stride]).clamp(max=LARGEST)
     ratio = torch.where(p > 0, log_ratio.exp(), 1.0)
     growth = torch.zeros(len(placed), len(STRENGTHS), dtype=torch.float64, device=placed.device)
+    moved = torch.zeros(len(placed), dtype=torch.float64, device=placed.device)
+    scale = len(placed) / len(p)
+    moved[::stride] = scale * (p * (ratio - 1).clamp_min(0.0)).sum(-1).double()
     for i, share in enumerate(STRENGTHS):
         alternative = 1 + share * (ratio - 1)
         here = (p * torch.special.xlogy(alternative, alternative)).sum(-1).double()
-        growth[::stride, i] = here * len(placed) / len(p)
-    return torch.where(placed[:, None], growth, 0.0)
+        growth[::stride, i] = here * scale
+    return torch.where(placed[:, None], growth, 0.0), torch.where(placed, moved, 0.0)

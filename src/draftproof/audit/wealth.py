@@ -29,12 +29,14 @@ class Ticket:
 
     ratio   a(x)/p(x) of the token that came; 1 where the bet is not placed
     growth  what log wealth would grow by on average if the decoder's law were (1 − ε)·p + ε·a, for each strength
+    moved   the total variation between a and p
     """
 
     name: str
     placed: Bool[Tensor, " N"]
     ratio: Float[Tensor, " N"]
     growth: Float[Tensor, "N E"]
+    moved: Float[Tensor, " N"]
 
     def only(self, where: Bool[Tensor, " N"], suffix: str) -> "Ticket":
         """The same bet placed at fewer positions."""
@@ -44,6 +46,7 @@ class Ticket:
             here,
             torch.where(here, self.ratio, 1.0),
             self.growth * here[:, None],
+            self.moved * here,
         )
 
 
@@ -54,6 +57,7 @@ class Wealth:
     names: tuple[str, ...] = ()
     logs: Float[Tensor, "J E"] = field(default_factory=lambda: torch.zeros(0, len(STRENGTHS)).double())
     growth: Float[Tensor, "J E"] = field(default_factory=lambda: torch.zeros(0, len(STRENGTHS)).double())
+    moved: Float[Tensor, " J"] = field(default_factory=lambda: torch.zeros(0).double())
 
     def play(self, tickets: Sequence[Ticket], tolerance: float, level: float = math.inf) -> Float[Tensor, " M"]:
         """Settle the bets on N more tokens, or on as many as it takes for the log evidence to reach `level`. Returns
@@ -62,6 +66,7 @@ class Wealth:
         if not self.names:
             self.names = names
             self.logs = self.growth = torch.zeros(len(names), len(STRENGTHS), dtype=torch.float64)
+            self.moved = torch.zeros(len(names), dtype=torch.float64)
         if names != self.names:
             raise ValueError(f"the bets must stay the same in an audit: began with {self.names}, now {names}")
         placed = torch.stack([t.placed for t in tickets]).cpu()[..., None]  # [J, N, 1]
@@ -76,6 +81,7 @@ class Wealth:
         self.logs = paths[:, settled - 1]
         expected = torch.stack([t.growth[:settled].double().sum(0) for t in tickets]).cpu()
         self.growth = self.growth + expected - charge[:, :settled].sum(1)
+        self.moved = self.moved + torch.stack([t.moved[:settled].double().sum() for t in tickets]).cpu()
         return running[:settled]
 
     @property

@@ -36,7 +36,7 @@ def edited(
     for b, sampling in enumerate(samplings):
         if sampling.penalises or sampling.logit_bias:
             seen = history[b] if history is not None and sampling.penalises else History([], [])
-            _edit(out[b], sampling, History(*seen), *_drafted(draft, b, J), vocab)
+            _edit(out[b], sampling, History(*seen), *_drafted(draft, b, J, logits.device), vocab)
     return out
 
 
@@ -81,10 +81,15 @@ def _counts(tokens: Int[Tensor, " E"], among: Int[Tensor, " N"]) -> Int[Tensor, 
     return torch.bincount(torch.searchsorted(tokens, among), minlength=len(tokens))
 
 
-def _drafted(draft: Draft | None, b: int, J: int) -> tuple[Int[Tensor, " K"], Bool[Tensor, "J K"]]:
+def _drafted(
+    draft: Draft | None, b: int, J: int, device: torch.device
+) -> tuple[Int[Tensor, " K"], Bool[Tensor, "J K"]]:
     """Row b's drafted tokens, and which of them come before each scored position."""
     if draft is None:
-        return torch.empty(0, dtype=torch.long), torch.empty((J, 0), dtype=torch.bool)
+        return (
+            torch.empty(0, dtype=torch.long, device=device),
+            torch.empty((J, 0), dtype=torch.bool, device=device),
+        )
     before = ancestors(draft)[b, :J]
     real = torch.arange(draft.tokens.shape[1], device=draft.tokens.device) < draft.lengths[b]
     return draft.tokens[b].masked_fill(~real, PAD), before & real

@@ -6,6 +6,7 @@ waits.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy.typing as npt
@@ -16,6 +17,11 @@ from torch import Tensor
 def is_host(device: torch.device) -> bool:
     """Whether looking at a tensor there costs nothing."""
     return device.type == "cpu"
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Let it be the current device meanwhile: kernels of our own are launched on that, wherever their tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def sent(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from draftproof.core import host
 from draftproof.core.law import Law
 from draftproof.core.noise import Noise
 from draftproof.core.types import PAD, Draft
@@ -36,13 +37,16 @@ class Choice:
     def propose(self, contexts: Sequence[Context], k: Sequence[int], noise: Noise) -> Draft:
         """Up to k[b] tokens; see `Drafter`."""
         # more than is wanted is asked for: how much it would copy shows how long the match is
-        copied = self._copying.propose(contexts, [max(most, self._enough) if most else 0 for most in k], noise)
+        wide = [max(most, self._enough) if most else 0 for most in k]
+        copied = self._copying.propose(contexts, wide, _on_host(noise, contexts))
         if copied.law is not None:
             raise ValueError(f"{type(self._copying).__name__} draws its tokens: only what is chosen may be left out")
-        copies = (copied.lengths >= self._enough).tolist()
+        copies = (copied.lengths.numpy() >= self._enough).tolist()
         drafted = self._other.propose(contexts, [0 if mine else n for mine, n in zip(copies, k, strict=True)], noise)
-        wanted = [most if mine else 0 for mine, most in zip(copies, k, strict=True)]
-        return merged(_cut(copied, torch.tensor(wanted, device=copied.lengths.device)), drafted)
+        if not any(copies):
+            return drafted
+        wanted = torch.tensor([most if mine else 0 for mine, most in zip(copies, k, strict=True)])
+        return merged(_sent(_cut(copied, wanted), drafted.tokens.device), drafted)
 
 
 def merged(one: Draft, other: Draft) -> Draft:
@@ -57,18 +61,33 @@ def merged(one: Draft, other: Draft) -> Draft:
     if other.law is None:
         return made
     drawn = torch.ones_like(other.tokens, dtype=torch.bool) if other.drawn is None else other.drawn
-    if not bool(first.any()):
+    if host.is_host(first.device) and not bool(first.any()):  # elsewhere looking would be waiting
         return replace(made, law=other.law, drawn=other.drawn)
     return replace(made, law=_longer(other.law, K), drawn=_mask(drawn, K) & ~first[:, None])
 
 
+def _on_host(noise: Noise, contexts: Sequence[Context]) -> Noise:
+    """The same noise where its numbers can be looked at: a draft that is made of it lies there too."""
+    if host.is_host(noise.seeds.device):
+        return noise
+    seeds = torch.tensor([context.sampling.seed or 0 for context in contexts])
+    return Noise(seeds, torch.tensor([len(context.tokens) for context in contexts]), noise.shared)
+
+
 def _cut(draft: Draft, lengths: Int[Tensor, " B"]) -> Draft:
-    """The first so many slots of each row: of what was chosen any part may be left out."""
+    """The first so many slots of each row, on the host: of what was chosen any part may be left out."""
     lengths = draft.lengths.minimum(lengths)
-    K = int(lengths.max())
+    K = int(lengths.numpy().max())
     beyond = torch.arange(K, device=lengths.device) >= lengths[:, None]
     parents = None if draft.parents is None else draft.parents[:, :K]
     return Draft(draft.tokens[:, :K].masked_fill(beyond, PAD), lengths, parents=parents)
+
+
+def _sent(draft: Draft, device: torch.device) -> Draft:
+    """What was chosen, on the device."""
+    tokens, lengths = (part.to(device, non_blocking=True) for part in (draft.tokens, draft.lengths))
+    parents = None if draft.parents is None else draft.parents.to(device, non_blocking=True)
+    return Draft(tokens, lengths, parents=parents)
 
 
 def _parents(draft: Draft) -> Int[Tensor, "B K"]:

@@ -1,7 +1,6 @@
 """A model drafter's draws: each token and the law it was drawn from, in kernels where they run.
 
 On a GPU the reference takes a hundred small launches for a token, which would cost more than a small model's pass.
-Bias and penalties are left to it.
 """
 
 from collections.abc import Sequence
@@ -16,8 +15,9 @@ from draftproof.core import race
 from draftproof.core.host import sent
 from draftproof.core.law import Law, Vocab
 from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling, warp
+from draftproof.core.sampling import Sampling
 from draftproof.core.types import PAD, History
+from draftproof.drafters.penalties import edited, edits, law_of
 
 
 @dataclass(slots=True)
@@ -37,14 +37,19 @@ class Draws:
         self, logits: Float[Tensor, "B R"], histories: Sequence[History], j: int
     ) -> tuple[Law, Int[Tensor, " B"]]:
         """The law of each row's j-th token, and a draw from it."""
-        edits = any(s.penalises or s.logit_bias for s in self.samplings)
-        if edits or self.greedy or not kernels.draws_from(logits):
-            law = warp(logits[:, None], self.samplings, histories, vocab=self.vocab).first
+        if self.greedy or not kernels.draws_from(logits):
+            law = self.law(logits, histories)
             # from point masses there is nothing to draw, and no need to write them out first
             return law, law.point if self.greedy else race.propose(law, self.noise, j)
+        if edits(self.samplings):
+            logits = edited(logits, self.samplings, histories, self.vocab)
         if self._device is None:
             self._device = _OnDevice.of(self.samplings, self.noise, logits)
         return self._device.draw(logits, self.noise, j, self.vocab)
+
+    def law(self, logits: Float[Tensor, "B R"], histories: Sequence[History]) -> Law:
+        """The law of each row's next token, by the reference."""
+        return law_of(logits[:, None], self.samplings, histories, self.vocab).first
 
     @property
     def greedy(self) -> bool:

@@ -10,11 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof import kernels
 from draftproof.core import race
-from draftproof.core.host import is_host, sent
+from draftproof.core.host import sent
 from draftproof.core.law import Law
 from draftproof.core.noise import Noise, Site
-from draftproof.core.sampling import Sampling, warp
+from draftproof.core.sampling import Sampling
 from draftproof.core.types import PAD, Draft, History
 from draftproof.drafters import Asks, Context
 from draftproof.drafters.choice import merged
@@ -22,6 +23,7 @@ from draftproof.drafters.draws import Draws
 from draftproof.drafters.guess import Guess, check_count, check_share, chosen
 from draftproof.drafters.headreader import HeadReader
 from draftproof.drafters.headtree import grow_levels
+from draftproof.drafters.penalties import law_of
 from draftproof.drafters.seen import grown, seen
 from draftproof.drafters.spine import Spine
 from draftproof.models.fitted import FittedHead
@@ -35,16 +37,17 @@ class HeadDrafter:
     branches    more than one drafts trees, for rule="tree". For a greedy row the likeliest paths, chosen, that so many
                 nodes of each level have with so many candidates each; for the others one drawn path, whose tokens have
                 chosen siblings: of what is drawn more is kept than of what is chosen
+    graphs      on a GPU, record steps and replay them
     """
 
-    def __init__(self, head: FittedHead, *, confidence: float = 0.0, branches: int = 1) -> None:
+    def __init__(self, head: FittedHead, *, confidence: float = 0.0, branches: int = 1, graphs: bool = True) -> None:
         check_count("branches", branches, 1)
         check_share("confidence", confidence)
         if branches > len(head.vocab.ids):
             raise ValueError(f"branches={branches}, but the head knows only {len(head.vocab.ids)} tokens")
         self.asks = Asks(layers=head.head.shape.taps)
         self._head, self._confidence, self._branches = head, confidence, branches
-        self._memory = HeadReader(head)
+        self._memory = HeadReader(head, graphs=graphs)
 
     def propose(self, contexts: Sequence[Context], k: Sequence[int], noise: Noise) -> Draft:
         """Up to k[b] tokens, of a tree k[b] slots; see `Drafter`. None where the target's states are not known."""
@@ -89,7 +92,7 @@ class HeadDrafter:
         histories = [seen(context, h.device) for context in contexts]
 
         def score(states: Float[Tensor, "B w H"]) -> tuple[Int[Tensor, "B w c"], Float[Tensor, "B w c"]]:
-            law = warp(self._head.logits(states), samplings, histories, vocab=self._head.vocab)
+            law = law_of(self._head.logits(states), samplings, histories, self._head.vocab)
             tokens = self._head.vocab.ids[law.logits.topk(self._branches).indices]
             return tokens, law.log_probs(tokens)
 
@@ -106,9 +109,9 @@ def draw(
     """
     noise, vocab = draws.noise, draws.vocab
     assert vocab is not None
-    if not (greedy or noise.shared or is_host(logits.device)):
+    if kernels.draws_from(logits) and not greedy and not noise.shared:
         return draws(logits, histories, j)
-    law = warp(logits[:, None], draws.samplings, histories, vocab=vocab).first
+    law = draws.law(logits, histories)
     if greedy:
         return law, vocab.ids[law.logits.argmax(-1)]
     if noise.shared:

@@ -7,15 +7,19 @@ last output is the state to draft from.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from draftproof.core import host
 from draftproof.core.host import sent
 from draftproof.drafters import Context
 from draftproof.models.fitted import FittedHead
+from draftproof.models.graphs import SWITCHED_OFF, Recorder
+from draftproof.models.headcache import rounded
 
 WIDE: Final = 16
 """Positions up to which rows are read side by side. A row with more is read by itself: the others would be padded."""
@@ -55,8 +59,9 @@ class HeadRow:
 class HeadReader:
     """One row of cache for each context, in their order."""
 
-    def __init__(self, head: FittedHead) -> None:
+    def __init__(self, head: FittedHead, *, graphs: bool = True) -> None:
         self._head = head
+        self._recorder = Recorder(None if graphs else SWITCHED_OFF)
         self._ids: list[int] = []
         self._rows: list[HeadRow] = []
         self._cache = head.head.new_cache(0)
@@ -88,14 +93,12 @@ class HeadReader:
         for row, context, mine in zip(self._rows, contexts, states, strict=True):
             if len(mine):
                 row.read, row.last, row.waiting = len(context.tokens) - 1, mine[-1:], []
-        self._base = sent([row.read - 1 for row in self._rows], made.device)
         return made
 
     def step(self, tokens: Int[Tensor, " B"], h: Float[Tensor, "B H"], depth: int) -> Float[Tensor, "B H"]:
         """The state behind one drafted token more, the `depth`-th from 1."""
         reach = max(row.read for row in self._rows) + depth
-        embedded, positions = self._head.embedded(tokens[:, None]), (self._base + depth)[:, None]
-        return self._head.head.step(embedded, h[:, None], positions, self._cache, reach=reach)[:, 0]
+        return self._states(tokens[:, None], h[:, None], (self._base + depth)[:, None], reach)[:, 0]
 
     def branch(
         self, tokens: Int[Tensor, "B w"], h: Float[Tensor, "B w H"], lineage: Bool[Tensor, "B w M"]
@@ -113,6 +116,23 @@ class HeadReader:
             self._head.embedded(tokens), h, positions, self._cache,
             slots=inside[:, M - w :], visible=visible, reach=reach,
         )  # fmt: skip
+
+    def _states(
+        self, tokens: Int[Tensor, "B n"], h: Float[Tensor, "B n H"], positions: Int[Tensor, "B n"], reach: int
+    ) -> Float[Tensor, "B n H"]:
+        """The states behind these tokens, of which none stands at `reach` or beyond. On a GPU a step takes longer to
+        launch than to run, and is recorded; so that shapes are few it looks at whole buckets there, masked."""
+        if host.is_host(tokens.device):
+            return self._head.head.step(self._head.embedded(tokens), h, positions, self._cache, reach=reach)
+        body, reach = partial(self._masked, rounded(reach)), rounded(reach)
+        return self._recorder.run(body, (tokens, h, positions), reach, self._cache.recordings)[0]
+
+    def _masked(
+        self, reach: int, tokens: Int[Tensor, "B n"], h: Float[Tensor, "B n H"], positions: Int[Tensor, "B n"]
+    ) -> tuple[Float[Tensor, "B n H"]]:
+        visible = torch.arange(reach, device=positions.device) <= positions[:, :, None]
+        embedded = self._head.embedded(tokens)
+        return (self._head.head.step(embedded, h, positions, self._cache, visible=visible, reach=reach),)
 
     def _seat(self, ids: list[int]) -> None:
         """Rows for these requests and no others."""
@@ -151,14 +171,17 @@ class HeadReader:
         return states[-1:]
 
     def _read(self, contexts: Sequence[Context], states: list[Float[Tensor, "_ H"]]) -> Float[Tensor, "B H"]:
-        """Read these states, and the tokens behind them, side by side."""
+        """Read these states, and the tokens behind them, side by side. What has to be known of them is sent in one go:
+        each row's tokens, where they begin, and which is the last."""
         counts = [len(mine) for mine in states]
         width, starts = max(counts), [row.read for row in self._rows]
-        follow = [list(c.tokens[s + 1 : s + 1 + n]) for c, s, n in zip(contexts, starts, counts, strict=True)]
-        device = states[0].device
-        tokens = sent([row + [0] * (width - len(row)) for row in follow], device)
+        lines = [
+            [*c.tokens[s + 1 : s + 1 + n], *[0] * (width - n), s, max(n - 1, 0), s + n - 1]
+            for c, s, n in zip(contexts, starts, counts, strict=True)
+        ]
+        numbers = sent(lines, states[0].device)
+        first, last, self._base = numbers[:, width:].unbind(1)
         h = torch.nn.utils.rnn.pad_sequence(states, batch_first=True) if len(states) > 1 else states[0][None]
-        positions = sent(starts, device)[:, None] + torch.arange(width, device=device)
-        made = self._head.head.step(self._head.embedded(tokens), h, positions, self._cache, reach=max(starts) + width)
-        last = sent([max(n - 1, 0) for n in counts], device)
-        return made[torch.arange(len(counts), device=device), last]
+        positions = first[:, None] + torch.arange(width, device=numbers.device)
+        made = self._states(numbers[:, :width], h, positions, max(starts) + width)
+        return made[torch.arange(len(counts), device=numbers.device), last]

@@ -78,7 +78,7 @@ def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf:
         return _early_exit(spec, rest, target, branches)
     if name == AUTO:
         return resolve(meant(spec, hf), target, branches=branches, hf=hf)
-    head = _head(spec, rest, hf, branches)
+    head = _head(spec, rest, hf, branches, graphs=_records(target))
     return head if name == HEAD else Choice(Suffix(branches=branches), head)
 
 
@@ -90,7 +90,7 @@ def _early_exit(spec: str, layers: str, target: Model | None, branches: int) -> 
     return early_exit(target, int(layers), branches=branches)
 
 
-def _head(spec: str, folder: str, hf: Any, branches: int) -> Drafter:
+def _head(spec: str, folder: str, hf: Any, branches: int, graphs: bool) -> Drafter:
     from draftproof.drafters.head import HeadDrafter
     from draftproof.models.fitted import SHIPPED, fitted
 
@@ -104,7 +104,12 @@ def _head(spec: str, folder: str, hf: Any, branches: int) -> Drafter:
             f"drafter {spec!r} is the head of the bundled model, and this installation has none: name one, "
             f'"{HEAD}:folder", or train it: draftproof train'
         )
-    return HeadDrafter(fitted(folder or SHIPPED, hf), branches=branches)
+    return HeadDrafter(fitted(folder or SHIPPED, hf), branches=branches, graphs=graphs)
+
+
+def _records(target: Model | None) -> bool:
+    """Whether passes are to be recorded: as its target does, so does a head."""
+    return getattr(getattr(target, "recorder", None), "refusal", None) is None
 
 
 def _has_head(hf: Any) -> bool:

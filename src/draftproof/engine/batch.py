@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from draftproof.core.host import sent
+from draftproof.core import host
 from draftproof.drafters import Shown
 from draftproof.engine.clock import Clock
 from draftproof.engine.pace import Pace
@@ -40,12 +40,14 @@ class Batch:
 
     def step(self) -> list[tuple[Session, Emitted]]:
         """Let waiting requests in, run one round, and say what it gave."""
-        self._admit()
-        if not self.rows or self.cache is None:
-            return []
+        with host.on(self.parts.model.device):
+            self._admit()
+            return [] if self.cache is None else self._round(self.cache)
+
+    def _round(self, cache: Cache) -> list[tuple[Session, Emitted]]:
         clock = Clock()
         lengths = [self._limited(s, k) for s, k in zip(self.rows, self.pace.lengths(self.rows), strict=True)]
-        emitted = advance(self.rows, lengths, self.cache, self.parts, clock)
+        emitted = advance(self.rows, lengths, cache, self.parts, clock)
         drafted = max(row.drafted for row in emitted)
         self.pace.timed(clock.seconds, drafted + 1, drafted)
         self._account(emitted, clock)
@@ -93,7 +95,7 @@ def read(sessions: Sequence[Session], parts: Parts) -> Cache:
     counts = [len(s.tokens) - 1 for s in sessions]
     width = max(counts)
     if width:
-        tokens = sent([(s.tokens[:-1] + [0] * width)[:width] for s in sessions], model.device)
+        tokens = host.sent([(s.tokens[:-1] + [0] * width)[:width] for s in sessions], model.device)
         forward = model(tokens, cache, scored=1, layers=parts.asks.layers)
         cache.keep(torch.tensor(counts))
         for b, session in enumerate(sessions):

@@ -1,7 +1,8 @@
 """What becomes of a scored draft, and the round's one wait for it: by kernels where they run, else by laws and a rule.
 
 Both give the same verdict for the same noise. Kernels decide from the raw scores and need no law; the reference is for
-the host, for trees, for rules and laws of others, for log-probabilities, and for rounds in which something is no law.
+the host, for trees, for rules and laws of others, and for rounds in which something is no law. Log-probabilities are
+always the laws' own, which are then written out beside the kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ def judge(scored: Scored, laws: Laws, verify: Verifier, clock: Clock) -> Told:
 def _by_kernels(scored: Scored, verify: Verifier, clock: Clock) -> Told | None:
     """None where kernels do not serve the round, or find in it what only the reference can tell apart."""
     sessions, draft, logits = scored.sessions, scored.draft, scored.forward.logits
-    if not fused.serves(logits, draft, verify) or any(s.request.logprobs for s in sessions):
+    if not fused.serves(logits, draft, verify):
         return None
     with clock("verify"):
         rows = fused.verify_draft(
@@ -83,8 +84,10 @@ def _by_kernels(scored: Scored, verify: Verifier, clock: Clock) -> Told | None:
             allowed=masks(sessions, draft, logits.shape[-1]),
         )
     with clock("commit"):
+        verdict = Verdict(rows.tokens, rows.accepted)
         sound = (rows.accepted + 1).masked_fill(rows.faults != 0, PAD)
-        told = _tell(scored, Verdict(rows.tokens, rows.accepted), sound)
+        log_p = _log_probs(warped(sessions, scored.forward, draft), verdict) if _wants_log_probs(sessions) else None
+        told = _tell(scored, verdict, sound, log_p)
     return None if PAD in told.sound else told
 
 
@@ -94,10 +97,12 @@ def _by_reference(scored: Scored, laws: Laws, verify: Verifier, clock: Clock) ->
     with clock("verify"):
         verdict = verify(p, scored.draft, scored.noise)
     with clock("commit"):
-        nodes = _nodes(verdict)
-        asked = any(s.request.logprobs for s in scored.sessions)
-        log_p = _log_probs(p, verdict, nodes) if asked else None
-        return _tell(scored, verdict, _sound(broken, verdict, nodes), log_p)
+        log_p = _log_probs(p, verdict) if _wants_log_probs(scored.sessions) else None
+        return _tell(scored, verdict, _sound(broken, verdict), log_p)
+
+
+def _wants_log_probs(sessions: Sequence[Session]) -> bool:
+    return any(s.request.logprobs for s in sessions)
 
 
 def _history(sessions: Sequence[Session]) -> list[History] | None:
@@ -142,9 +147,9 @@ def _mended(p: Law) -> tuple[Law, Bool[Tensor, "B J"]]:
     return replace(p, lse=p.lse.masked_fill(broken, 0.0), point=p.point.masked_fill(broken, 0), plain=False), broken
 
 
-def _sound(broken: Bool[Tensor, "B J"], verdict: Verdict, nodes: Int[Tensor, "B J"]) -> Int[Tensor, " B"]:
+def _sound(broken: Bool[Tensor, "B J"], verdict: Verdict) -> Int[Tensor, " B"]:
     """How many tokens of each row were drawn from laws: all, or those before the first position that had none."""
-    drawn = (verdict.tokens != PAD) & ~broken.gather(1, nodes)
+    drawn = (verdict.tokens != PAD) & ~broken.gather(1, _nodes(verdict))
     return drawn.long().cumprod(1).sum(1)
 
 
@@ -156,7 +161,8 @@ def _nodes(verdict: Verdict) -> Int[Tensor, "B J"]:
     return torch.nn.functional.pad(verdict.path.clamp_min(PAD) + 1, (1, 0))
 
 
-def _log_probs(p: Law, verdict: Verdict, nodes: Int[Tensor, "B J"]) -> Float[Tensor, "B J"]:
+def _log_probs(p: Law, verdict: Verdict) -> Float[Tensor, "B J"]:
+    nodes = _nodes(verdict)
     B, J = nodes.shape
     rows = torch.arange(B, device=nodes.device)[:, None].expand(B, J)
     return p.at(rows.flatten(), nodes.flatten()).log_prob(verdict.tokens.flatten()).view(B, J)

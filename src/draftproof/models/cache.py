@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 
+from draftproof.core import host
 from draftproof.core.host import sent
 from draftproof.models import Cache
 from draftproof.models.graphs import Recordings
@@ -74,7 +75,7 @@ class SlotCache:
     def plain(self) -> bool:
         """Does plain causal attention say it all in this pass? Either nothing is remembered yet, or one token of one
         row sees every slot."""
-        exact = self.width == 1 and len(self._lengths) == 1 and self._lengths.device.type == "cpu"
+        exact = self.width == 1 and len(self._lengths) == 1 and host.is_host(self._lengths.device)
         return (self.bound == 0 and self.width > 1) or exact
 
     def open(self, width: int, limit: int | None = None) -> Int[Tensor, "B T"]:
@@ -94,7 +95,7 @@ class SlotCache:
         if self.bound + width > self.capacity:
             self._grow(self.bound + width)
         self.width, self.reach = width, self.bound + width
-        if self._lengths.device.type != "cpu":
+        if not host.is_host(self._lengths.device):
             self.reach = min(_rounded(self.reach, CUDA_REACH), self.capacity)
 
     def place(self, lengths: Int[Tensor, " B"]) -> Int[Tensor, "B T"]:

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Final
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 TIMES: Final = 2
@@ -24,9 +25,19 @@ much as a pass. It is also the warming-up that a recording needs, and the last t
 WIDEST: Final = 33
 """Tokens in a row of a pass worth recording; longer ones are prompts, which are busy and come once."""
 
+SWITCHED_OFF: Final = "switched off"
+"""A refusal that is the user's."""
+
 Tensors = tuple[Tensor, ...]
 Body = Callable[..., Tensors]
 """What a pass reads to what it gives."""
+
+Captured = tuple[torch.cuda.CUDAGraph, Tensors]
+
+
+def recordable(tokens: Int[Tensor, "B T"]) -> bool:
+    """Whether a pass over these is worth recording: a short one, on a GPU."""
+    return tokens.is_cuda and tokens.shape[1] <= WIDEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +58,7 @@ class Recording:
 
 @dataclass(slots=True)
 class Recordings:
-    """Of the passes over one cache: the last of each kind, as older ones look less far than there is to see."""
+    """Of the passes over one cache: of each kind the one that looks furthest."""
 
     times: Counter[Hashable] = field(default_factory=Counter)
     pool: Any = None
@@ -68,13 +79,15 @@ class Recorder:
     refusal: str | None = None
 
     def run(self, body: Body, inputs: Tensors, reach: int, kept: Recordings, asked: Hashable = ()) -> Tensors:
-        """`body(*inputs)`, by replay where it was recorded with these shapes and this reach. `asked`: what else the
-        body depends on."""
+        """`body(*inputs)`, by replay where it was recorded with these shapes and looked at least so far: what lies
+        beyond is masked. `asked`: what else the body depends on. The first of the inputs are tokens."""
+        if self.refusal is not None or not recordable(inputs[0]):
+            return body(*inputs)
         kind = (*(tensor.shape for tensor in inputs), asked)
         found = kept.by_kind.get(kind)
-        if found is None or found.reach != reach:
+        if found is None or found.reach < reach:
             kept.times[kind, reach] += 1
-            if self.refusal is not None or kept.times[kind, reach] < TIMES:
+            if kept.times[kind, reach] < TIMES:
                 return body(*inputs)
             if kept.times[kind, reach] == TIMES:
                 return self._rehearsed(body, inputs)
@@ -85,27 +98,27 @@ class Recorder:
         return found.replay(inputs)
 
     def _rehearsed(self, body: Body, inputs: Tensors) -> Tensors:
-        """`body(*inputs)`, and whether it looks at what lies on the device: while a recording runs that would be an
-        error that not even the allocator and the random numbers of torch recover from."""
-        try:
-            with watched():
-                return body(*inputs)
-        except RuntimeError as error:
-            self._refuse(error)
-            return body(*inputs)  # it says again what was not about recording; and writes again what it wrote
+        """`body(*inputs)`, and whether it waits for the device: while a recording runs that would be an error from
+        which torch's allocator and random numbers do not recover."""
+        with watched() as waits:
+            made = body(*inputs)
+        if waits:
+            self._refuse(f"it waits for the device ({waits[0]})")
+        return made
 
     def _recorded(self, body: Body, inputs: Tensors, reach: int, kept: Recordings) -> Recording | None:
         memory = tuple(tensor.clone() for tensor in inputs)
         try:
             graph, outputs = captured(lambda: body(*memory), kept, memory[0].device)
         except Exception as error:  # a model may do anything in its pass, and then it is launched as usual
-            self._refuse(error.__context__ or error)
+            reason = error.__context__ or error
+            self._refuse(f"{type(reason).__name__}: {reason}")
             return None
         return Recording(reach, graph, memory, outputs)
 
-    def _refuse(self, reason: BaseException) -> None:
-        self.refusal = f"{type(reason).__name__}: {reason}"
-        warnings.warn(f"passes are launched one kernel at a time, as recording failed: {reason}", stacklevel=2)
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        warnings.warn(f"passes are launched one kernel at a time, as they cannot be recorded: {reason}", stacklevel=2)
 
 
 def captured(
@@ -148,20 +161,21 @@ def _undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def watched() -> Iterator[None]:
-    """Whoever waits for the device meanwhile gets an error. torch warns that it may not see every wait."""
-    before = torch.cuda.get_sync_debug_mode()
-    _set_debugging("error")
-    try:
-        yield
-    finally:
-        _set_debugging(before)
-
-
-def _set_debugging(mode: int | str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode(mode)
+def watched() -> Iterator[list[str]]:
+    """Which lines wait for the device meanwhile, as far as torch sees it; the list is filled at the end."""
+    before, waits = torch.cuda.get_sync_debug_mode(), list[str]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")  # not "error": it holds for all threads
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in caught:
+        if "called a synchronizing" in str(warning.message):
+            waits.append(f"{warning.filename}:{warning.lineno}")
+        elif "Synchronization debug mode" not in str(warning.message):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 @cache

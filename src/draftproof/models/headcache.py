@@ -1,11 +1,14 @@
 """What a head remembers: one buffer of keys and values, rows side by side, written at the positions it is told."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from draftproof.core.host import sent
+from draftproof.models.graphs import Recordings
 
 BUCKET = 256
 """Buffers grow by multiples of this many slots."""
@@ -18,14 +21,17 @@ class HeadCache:
 
     keys: Float[Tensor, "B S g d"]
     values: Float[Tensor, "B S g d"]
+    recordings: Recordings = field(default_factory=Recordings)
+    """Steps over these buffers that can be replayed."""
 
     @classmethod
     def empty(
         cls, rows: int, capacity: int, heads: int, size: int, device: torch.device, dtype: torch.dtype
     ) -> "HeadCache":
         # zeros, not empty memory: what is masked still meets a weight of zero, and zero times NaN is NaN
-        shape = (rows, _rounded(capacity), heads, size)
-        return cls(*(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)))
+        shape = (rows, rounded(capacity), heads, size)
+        keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        return cls(keys, values)
 
     @property
     def capacity(self) -> int:
@@ -33,8 +39,9 @@ class HeadCache:
 
     def ensure(self, capacity: int) -> None:
         """Make room for this many slots in every row."""
-        more = _rounded(capacity) - self.capacity
+        more = rounded(capacity) - self.capacity
         if more > 0:
+            self.recordings.forget()
             self.keys, self.values = (
                 torch.nn.functional.pad(part, (0, 0, 0, 0, 0, more)) for part in (self.keys, self.values)
             )
@@ -43,8 +50,8 @@ class HeadCache:
         """A cache of these rows, in this order; None is a new one. Of a new row nothing is ever looked at that was not
         written, but it must be numbers."""
         device = self.keys.device
-        old = torch.tensor([row for row in rows if row is not None], dtype=torch.long, device=device)
-        new = torch.tensor([b for b, row in enumerate(rows) if row is not None], dtype=torch.long, device=device)
+        old = sent([row for row in rows if row is not None], device)
+        new = sent([b for b, row in enumerate(rows) if row is not None], device)
         shape = (len(rows), *self.keys.shape[1:])
         return HeadCache(
             self.keys.new_zeros(shape).index_copy_(0, new, self.keys[old]),
@@ -70,5 +77,6 @@ class HeadCache:
         return self.keys[:, :reach].transpose(1, 2), self.values[:, :reach].transpose(1, 2)
 
 
-def _rounded(slots: int) -> int:
+def rounded(slots: int) -> int:
+    """To whole buckets, at least one."""
     return max(1, -(-slots // BUCKET)) * BUCKET

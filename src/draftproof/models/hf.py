@@ -21,7 +21,7 @@ from draftproof.models.door import (
     head_size,
     refuse_at_the_door,
 )
-from draftproof.models.graphs import WIDEST, Recorder
+from draftproof.models.graphs import SWITCHED_OFF, Recorder
 from draftproof.models.masks import View, additive, chain, tree
 from draftproof.models.probe import TRIED, probe
 from draftproof.models.shadow import attentive, shortened
@@ -43,7 +43,7 @@ class HFModel:
         if model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} has an encoder: use EncoderDecoder (models/encdec.py)")
         refuse_at_the_door(model)
-        self.recorder = Recorder(None if graphs else "switched off")
+        self.recorder = Recorder(None if graphs else SWITCHED_OFF)
         self._net = attentive(model)
         self._config = decoder_config(self._net)
         self._bias = alibi.take_over(self._net)
@@ -92,16 +92,12 @@ class HFModel:
             cache.reserve(tokens.shape[1], self._max_length)
             body = partial(self._shown, cache=cache, scored=scored or 0, layers=tuple(layers))
             inputs = (tokens, cache.lengths) if parents is None else (tokens, cache.lengths, parents)
-            if scored is None and self._recordable(tokens, cache):
+            if scored is None and cache.bound > 0:
                 made = self.recorder.run(body, inputs, cache.reach, cache.recordings, tuple(layers))
             else:
                 made = body(*inputs)
         logits, *hidden = (released(part) for part in made)
         return Forward(logits, tuple(hidden))
-
-    def _recordable(self, tokens: Int[Tensor, "B T"], cache: SlotCache) -> bool:
-        """Whether this is a pass worth recording: a short one, on a GPU, behind a text."""
-        return tokens.is_cuda and tokens.shape[1] <= WIDEST and cache.bound > 0
 
     def _shown(
         self,

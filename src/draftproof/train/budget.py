@@ -8,7 +8,7 @@ from typing import Final
 
 DATA: Final = 0.25
 EVALUATION: Final = 0.1
-"""Shares of the whole; training takes the rest."""
+"""Shares of the whole, where nothing else is said; training takes the rest."""
 
 
 class PausedError(Exception):
@@ -22,12 +22,14 @@ class Budget:
     before      what earlier runs have spent
     pause       how long this one may go on
     evaluation  the most that an evaluation takes, however long the rest
+    data        the share of the data
     """
 
     seconds: float
     before: float = 0.0
     pause: float | None = None
     evaluation: float = math.inf
+    data: float = DATA
     clock: Callable[[], float] = time.monotonic
     began: float = field(init=False)
 
@@ -43,7 +45,7 @@ class Budget:
     @property
     def data_ends(self) -> float:
         """When `spent` says that the data has to be there."""
-        return DATA * self.seconds
+        return self.data * self.seconds
 
     @property
     def training_ends(self) -> float:

@@ -3,15 +3,19 @@
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from draftproof.core.sampling import Sampling
-from draftproof.engine.engine import Engine
-from draftproof.engine.request import Output
+from draftproof.engine.batch import Batch
+from draftproof.engine.engine import Engine, pace, parts
+from draftproof.engine.request import Request, Session
+from draftproof.engine.stop import cut
 from draftproof.models.text import encode
 
 SAMPLINGS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -21,7 +25,7 @@ SAMPLINGS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 OVERALL: Final = "all"
 FEWEST: Final = 8
-"""Tokens of an answer below which it says nothing of the loop."""
+"""Tokens of an answer that there must be room for: fewer say nothing of the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,10 @@ class Tally:
     tokens: int = 0
     passes: int = 0
 
-    def note(self, output: Output) -> None:
+    def note(self, session: Session) -> None:
         self.texts += 1
-        self.tokens += output.stats.emitted
-        self.passes += output.stats.rounds
+        self.tokens += session.stats.emitted
+        self.passes += session.stats.rounds
 
     @property
     def per_pass(self) -> float:
@@ -68,24 +72,19 @@ def tallies(
     seed: int = 0,
     seconds: float = math.inf,
 ) -> dict[str, Tally]:
-    """By kind, and over all; in so many seconds, for which texts are left out or cut short. Prompts that the target has
-    no room for are left out too."""
-    prompts = [prompt for prompt in prompts if _fits(engine, prompt)]
-    ends, each_token = time.monotonic() + seconds, 0.0
+    """By kind, and over all; in so many seconds, after which texts are left out or stay as short as they are. Prompts
+    that the target has no room for are left out too."""
+    ends = time.monotonic() + seconds
+    asked = {}
+    for n, prompt in enumerate(prompt for prompt in prompts if _fits(engine, prompt)):
+        session = _session(engine, prompt, Sampling(**sampling, seed=seed + n), max_tokens)
+        asked[session.id] = prompt, session
+    _answer(engine, [session for _, session in asked.values()], lambda: time.monotonic() < ends)
     found: dict[str, Tally] = {OVERALL: Tally()}
-    rows = engine.limits.max_batch
-    if seconds < math.inf:  # a few tokens tell how long many will take
-        _, each_token = _said(engine, prompts[:rows], sampling, FEWEST, seed)
-    for first in range(0, len(prompts), rows):
-        affordable = (ends - time.monotonic()) / each_token if each_token else math.inf
-        if affordable < FEWEST and found[OVERALL].texts:
-            break
-        some = prompts[first : first + rows]
-        outputs, took = _said(engine, some, sampling, int(max(FEWEST, min(max_tokens, affordable))), seed + first)
-        each_token = max(each_token, took)
-        for prompt, output in zip(some, outputs, strict=True):
-            found.setdefault(prompt.kind, Tally()).note(output)
-            found[OVERALL].note(output)
+    for prompt, session in asked.values():
+        if session.stats.rounds:
+            found.setdefault(prompt.kind, Tally()).note(session)
+            found[OVERALL].note(session)
     return found
 
 
@@ -95,16 +94,26 @@ def _fits(engine: Engine, prompt: Prompt) -> bool:
     return room is None or len(encode(prompt.text, engine.tokenizer)) + FEWEST <= room
 
 
-def _said(
-    engine: Engine, prompts: Sequence[Prompt], sampling: Mapping[str, Any], max_tokens: int, seed: int
-) -> tuple[list[Output], float]:
-    """Answers, and the seconds that a token of all of them took, the prompts counted in."""
-    began = time.monotonic()
-    samplings = [Sampling(**sampling, seed=seed + i) for i in range(len(prompts))]
-    outputs = engine.generate([prompt.text for prompt in prompts], samplings, max_tokens=max_tokens)
-    assert isinstance(outputs, list)
-    failed = next((output.error for output in outputs if output.finish_reason == "error"), None)
-    if failed is not None:
-        raise RuntimeError(failed)
-    longest = max([1, *(output.stats.emitted for output in outputs)])
-    return outputs, (time.monotonic() - began) / longest
+def _session(engine: Engine, prompt: Prompt, sampling: Sampling, max_tokens: int) -> Session:
+    assert engine.tokenizer is not None
+    tokens = encode(prompt.text, engine.tokenizer)
+    return Session.start(Request(tuple(tokens), sampling, max_tokens, seeded=True))
+
+
+def _answer(engine: Engine, sessions: Sequence[Session], go_on: Callable[[], bool]) -> None:
+    """The engine's rounds, with a look at the clock after each: `generate` would go on to the end of its texts."""
+    longest = engine.model.max_length
+    built = parts(engine.model, engine.drafter, engine.rule)
+    batch = Batch(built, pace(engine.num_draft_tokens), engine.limits.max_batch, longest)
+    batch.waiting.extend(sessions)
+    with torch.inference_mode():
+        while batch.rows or batch.waiting:
+            for session, emitted in batch.step():
+                if emitted.fault:
+                    raise RuntimeError(f"the scores behind token {len(session.tokens)} of a text are no law")
+                kept, _, session.finish_reason = cut(session, emitted.tokens, engine.eos, None, longest)
+                session.tokens += kept
+                session.stats.emitted += len(kept)
+            if not go_on():
+                return
+            batch.leave({session.id for session in batch.rows if session.finish_reason is not None})

@@ -4,6 +4,8 @@ The output matrix is frozen and its products are by far the largest tensors of t
 turned into the gradient of its states at once, and only that is kept.
 """
 
+import warnings
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Final
@@ -20,6 +22,13 @@ LEAST_OVERLAP: Final = 0.02
 
 WIDEST: Final = 16384
 """Tokens of a row that the kernel holds at once."""
+
+ROWS: Final = 64
+ROUNDING: Final = 0.01
+"""Rows by which a kernel is checked, and how far from its twin it may be: bfloat16 keeps 8 bits."""
+
+Comparison = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+"""`of_logits`, or what gives the same."""
 
 
 def distance(
@@ -45,7 +54,7 @@ class _Distance(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(states)
         total, overlaps = states.new_zeros(()), [states.new_zeros(0)]
-        compare = _comparison(states.device, len(rows))
+        compare = _comparison(states.device, rows.dtype, len(rows))
         for start in range(0, len(states), CHUNK):
             part = slice(start, start + CHUNK)
             loss, overlap, slope = compare(states[part].to(rows.dtype) @ rows.T, scores[part], lse[part], blend)
@@ -63,18 +72,31 @@ class _Distance(torch.autograd.Function):
         return gradient * (grad / len(gradient)), None, None, None, None
 
 
-def _comparison(device: torch.device, width: int) -> Any:
-    """The kernel where it runs, or its twin."""
-    if device.type == "cuda" and width <= WIDEST and _has_triton():
-        from draftproof.train.slope import compared
-
-        return compared
-    return of_logits
-
-
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _comparison(device: torch.device, dtype: torch.dtype, width: int) -> Comparison:
+    """The kernel where it runs, else its twin."""
+    if device.type != "cuda" or width > WIDEST or find_spec("triton") is None:
+        return of_logits
+    from draftproof.train.slope import compared
+
+    return checked(compared, device, dtype, width)
+
+
+def checked(kernel: Comparison, device: torch.device, dtype: torch.dtype, width: int) -> Comparison:
+    """The kernel if it gives what its twin gives, there and for rows like these; else the twin, and a warning."""
+    numbers = torch.Generator().manual_seed(0)
+    logits, scores = (3 * torch.randn(2, ROWS, width, generator=numbers)).to(device, dtype)
+    lse = scores.float().logsumexp(-1) + 0.1
+    try:
+        pairs = zip(kernel(logits.clone(), scores, lse, 0.4), of_logits(logits, scores, lse, 0.4), strict=True)
+        apart = [float((got - wanted).norm() / wanted.norm()) for got, wanted in pairs]
+        if all(share < ROUNDING for share in apart):
+            return kernel
+        reason = f"is off by {max(apart):.2g}"
+    except Exception as error:  # a compiler may fail in any way, and then there is still the twin
+        reason = f"does not run: {error}"
+    warnings.warn(f"the loss is worked out without its kernel, which {reason}", stacklevel=2)
+    return of_logits
 
 
 def of_logits(

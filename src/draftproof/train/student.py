@@ -10,13 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from transformers import PreTrainedModel
 
-from draftproof.models.head import Head
+from draftproof.models.head import Head, HeadShape
+from draftproof.models.tapped import shape_for
 from draftproof.train.loss import distance
 from draftproof.train.teacher import Lesson
 from draftproof.train.unroll import unroll
 
-SINGLE: Final = 0.35
+SINGLE: Final = 0.25
 """The share of the training in which only a draft's first token is learnt: unrolled from the start, a head learns
 slowly; never unrolled, it fails at its second token (docs/decisions.md)."""
 
@@ -31,6 +33,9 @@ WARM: Final = 100
 
 LEAST_RATE: Final = 0.02
 """Of the learning rate, at the end."""
+
+FINAL_NORMS: Final = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+"""What families call the norm before their output rows."""
 
 MEMORY: Final = 0.999
 """What the average of the weights keeps of itself at a step."""
@@ -148,6 +153,25 @@ class Student:
         self.optimizer.load_state_dict(state.pop("optimizer"))
         self.steps = state.pop("steps")
         return state
+
+
+def new_head(model: PreTrainedModel, seed: int) -> Head:
+    """Untrained, with the target's final norm, if it is of the same kind: the output rows are used to it."""
+    head = Head(shape_for(model), seed)
+    inner = model.base_model
+    norm = next((getattr(inner, name) for name in FINAL_NORMS if hasattr(inner, name)), None)
+    weight = getattr(norm, "weight", None)
+    if weight is not None and weight.shape == head.norm.weight.shape:
+        with torch.no_grad():
+            head.norm.weight.copy_(weight)
+    return head
+
+
+def needs(shape: HeadShape, course: Course, length: int) -> int:
+    """Bytes that a step keeps for its gradient, by a generous count: half precision in the products, float32 between
+    them, and the weights of the attention; a step of the draft like another, and the taps like two."""
+    of_position = 64 * shape.hidden + 10 * shape.intermediate + 6 * shape.heads * length
+    return course.batch * length * (course.depth + 2) * of_position
 
 
 def memory(steps: int) -> float:

@@ -15,22 +15,21 @@ from draftproof.core.noise import Noise
 from draftproof.core.types import Draft, Verdict
 from draftproof.engine.load import load
 from draftproof.models.door import head_size
-from draftproof.models.head import Head
 from draftproof.models.headfile import meta_for, save
 from draftproof.models.hf import HFModel
+from draftproof.models.steady import steady_attention
 from draftproof.models.tapped import shape_for
 from draftproof.train import report as reports
-from draftproof.train.attention import steady_attention
-from draftproof.train.budget import Budget
+from draftproof.train.budget import DATA, Budget
 from draftproof.train.corpus import Corpus, corpus, ends_of, frequent
 from draftproof.train.exam import Exam, examine
 from draftproof.train.in_loop import SAMPLINGS, held_out, tallies
 from draftproof.train.notes import Notes, room_on
 from draftproof.train.plan import DEFAULT_VOCAB, Plan, Workplace, workplace
 from draftproof.train.report import Figures
-from draftproof.train.student import Student
+from draftproof.train.student import Student, needs, new_head
 from draftproof.train.study import Progress, Study
-from draftproof.train.teacher import Teacher
+from draftproof.train.teacher import Teacher, counted
 from draftproof.verify.block import block
 
 DRAFTED: Final = 4
@@ -45,7 +44,9 @@ GPU_EVALUATION: Final = 45.0
 CPU_EVALUATION: Final = 600.0
 """Seconds in which all prompts are answered, and a little more."""
 
-FINAL_NORMS: Final = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+GPU_DATA: Final = 0.4
+"""Of the time, for texts, where a training reads a text in less than a tenth of the time in which it was made: more
+texts are worth more there than more epochs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,13 @@ def train(
     """
     watch = watch or Watch()
     place = workplace(plan, resume)
-    longest = GPU_EVALUATION if _on_gpu(plan) else CPU_EVALUATION
-    budget = Budget(60 * plan.minutes, place.spent, pause, longest, clock)
+    longest, data = (GPU_EVALUATION, GPU_DATA) if _on_gpu(plan) else (CPU_EVALUATION, DATA)
+    budget = Budget(60 * plan.minutes, place.spent, pause, longest, data, clock)
     try:
-        with steady_attention():
+        with steady_attention(_device(plan)):
             figures = _learnt(place, budget, watch)
-        _write(plan, figures)  # whatever becomes of the evaluation
-        figures["tokens_per_pass"], figures["texts_in_the_loop"] = _in_the_loop(plan, budget, watch)
+            _write(plan, figures)  # whatever becomes of the evaluation
+            figures["tokens_per_pass"], figures["texts_in_the_loop"] = _in_the_loop(plan, budget, watch)
     finally:
         place.spend(budget.spent)
     figures["seconds"]["all"] = budget.spent
@@ -128,25 +129,20 @@ def _teacher(plan: Plan, model: PreTrainedModel, tokenizer: Any, texts: Corpus) 
 def _study(place: Workplace, model: PreTrainedModel, teacher: Teacher, texts: Corpus, budget: Budget) -> Study:
     """A new student, or the one of the checkpoint."""
     plan = place.plan
+    if not len(counted(texts.train, plan.depth)):
+        raise ValueError(
+            f"{plan.called} answered nothing in {len(texts.train)} texts of {texts.train.tokens.shape[1]} tokens: "
+            "there is nothing to learn from. Give more --minutes or a longer --length"
+        )
     student = Student(new_head(model, plan.seed).to(model.device), teacher.rows, plan.course)
     began, history = budget.spent, list[dict[str, object]]()
     if place.checkpoint.exists():
         kept = student.restore(place.checkpoint)
         began, history = kept["began"], kept["history"]
-    notes = Notes(teacher, texts.train, room_on(model.device))
+    length = texts.train.tokens.shape[1]
+    needed = needs(student.head.shape, plan.course, length) + teacher.needs(plan.batch * length)
+    notes = Notes(teacher, texts.train, room_on(model.device, needed))
     return Study(student, notes, budget, place, began, history)
-
-
-def new_head(model: PreTrainedModel, seed: int) -> Head:
-    """Untrained, with the target's final norm, if it is of the same kind: the output rows are used to it."""
-    head = Head(shape_for(model), seed)
-    inner = model.base_model
-    norm = next((getattr(inner, name) for name in FINAL_NORMS if hasattr(inner, name)), None)
-    weight = getattr(norm, "weight", None)
-    if weight is not None and weight.shape == head.norm.weight.shape:
-        with torch.no_grad():
-            head.norm.weight.copy_(weight)
-    return head
 
 
 def _figures(plan: Plan, budget: Budget, texts: Corpus, study: Study, exam: Exam) -> Figures:
@@ -186,8 +182,12 @@ def _by_reference(p: Law, draft: Draft, noise: Noise) -> Verdict:
     return block(p, draft, noise)
 
 
+def _device(plan: Plan) -> torch.device:
+    return torch.device(plan.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def _on_gpu(plan: Plan) -> bool:
-    return torch.device(plan.device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cuda"
+    return _device(plan).type == "cuda"
 
 
 def _write(plan: Plan, figures: Figures) -> None:

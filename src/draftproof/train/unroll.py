@@ -61,10 +61,14 @@ def _drafted(q: Float[Tensor, "B h N d"], kept: Keys) -> Float[Tensor, "B h N d"
     own = [(folded * _later(k, steps - 1 - i)[:, :, None]).sum(-1, keepdim=True) for i, (k, _) in enumerate(later)]
     # rows of a whole number of ALIGNED numbers, or a GPU multiplies them without its fast units
     nothing = scores.new_full((*scores.shape[:-1], -steps % ALIGNED), float("-inf"))
-    weights = torch.cat([scores, *own, nothing], -1).softmax(-1, dtype=torch.float32).to(values.dtype)
-    out: Tensor = (weights[..., :N].flatten(2, 3) @ values).unflatten(2, (-1, N))
-    for i, (_, v) in enumerate(later):
-        out = out + weights[..., N + i, None] * _later(v, steps - 1 - i)[:, :, None]
+    # in one precision: autocast would copy all scores to float32, and the weights back. Sums are made in float32 anyway
+    with torch.autocast(q.device.type, enabled=False):
+        weights = torch.cat([scores, *(score.to(scores.dtype) for score in own), nothing], -1).softmax(-1)
+    # split, not sliced: the gradient of each slice would be a tensor as large as all of them
+    first, *single = weights.split([N, *(1 for _ in later), -steps % ALIGNED], -1)
+    out: Tensor = (first.flatten(2, 3) @ values).unflatten(2, (-1, N))
+    for i, (weight, (_, v)) in enumerate(zip(single, later, strict=False)):  # the last of them is nothing
+        out = out + weight * _later(v, steps - 1 - i)[:, :, None]
     return out.reshape(q.shape)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from audit.mutants.mutant import MUTANTS, Mutant
 from audit.mutants.world import World
 from draftproof.bench import prompts
+from draftproof.core.sampling import Sampling
 from draftproof.drafters.model import ModelDrafter
 from draftproof.models.hf import HFModel
 from draftproof.models.text import encode
@@ -20,7 +21,10 @@ BUDGETS = {
     "min_p_dropped_on_verified_rows": 500,
     "target_at_temperature_one": 1_000,
     "redraws_after_a_mismatch": 6_000,
+    "raw_q": 6_000,
 }
+SAMPLINGS = {"redraws_after_a_mismatch": Sampling(temperature=0.8)}
+"""In place of the tiny worlds': at 0.3 this model copies nearly always or never, and a redraw changes very little."""
 
 
 @dataclass(frozen=True)
@@ -57,4 +61,6 @@ class Bundled(World):
 
 def bundled_mutants(model: Any, words: Any) -> dict[str, Mutant]:
     world = Bundled(model.config.vocab_size, model=model, words=words)
-    return {name: replace(MUTANTS[name], world=world, budget=budget) for name, budget in BUDGETS.items()}
+    mutants = {name: replace(mutant, sampling=SAMPLINGS.get(name, mutant.sampling)) for name, mutant in MUTANTS.items()}
+    # an engine of this world goes on behind an end token
+    return {name: replace(mutants[name], world=world, budget=budget, ends=()) for name, budget in BUDGETS.items()}

@@ -1,7 +1,8 @@
 """Runs every mutant and keeps the tables of docs/reading-a-certificate.md: `make audit-mutants`.
 
-With names as arguments only those are run anew; with `--smollm2` the five on the bundled model, or those of them that
-are named; with `--examples` the two certificates that the page shows.
+With names as arguments only those are run anew; with `--smollm2` those on the bundled model, or those that
+are named; with `--examples` the two certificates that the page shows. A mutant's total variation does not depend on the
+audit: it is measured where none is kept, and for all that are run with `--measure`.
 """
 
 import json
@@ -31,12 +32,13 @@ HEADS = {
 }
 
 
-def row(mutant: Mutant, measured: bool) -> dict[str, Any]:
-    """Audit one, and measure how wrong it is."""
+def row(mutant: Mutant, tv: str | None) -> dict[str, Any]:
+    """Audit one; measure how wrong it is unless that is known."""
     start = time.perf_counter()
     certificate = mutant.examined()
-    written_out = measured and mutant.sampling.temperature > 0 and type(mutant.world) is World
-    tv = str(total_variation(mutant)) if written_out else "–"
+    if tv is None:
+        written_out = mutant.sampling.temperature > 0 and type(mutant.world) is World
+        tv = str(total_variation(mutant)) if written_out else "–"
     return {
         "says": mutant.says,
         "family": mutant.family,
@@ -127,6 +129,10 @@ def _short(text: str, bets: int) -> str:
     return head + title + "\n".join([*lines.split("\n")[: bets + 1], "        …"]) + blank + foot
 
 
+def kept_rows() -> dict[str, Any]:
+    return dict(json.loads(KEPT.read_text(encoding="utf-8"))) if KEPT.exists() else {}
+
+
 def asked_for(names: list[str]) -> dict[str, Mutant]:
     if "--smollm2" in names:
         from draftproof.models import bundled
@@ -138,14 +144,16 @@ def asked_for(names: list[str]) -> dict[str, Mutant]:
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
+    measure = "--measure" in names
+    names = [name for name in names if name != "--measure"]
     if not names or "--examples" in names:
         fill(examples())
     wanted = {} if "--examples" in names else asked_for(names)
     for name, mutant in wanted.items():
-        told = row(mutant, measured=not name.startswith(SMOLLM2))
+        known = None if measure else kept_rows().get(name, {}).get("tv")
+        told = row(mutant, "–" if name.startswith(SMOLLM2) else known)
         print(f"{name:45} {told['verdict']:20} {told['tokens']:>8,} {told['tv']:>7}  {told['by']}", flush=True)
-        kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-        write({**kept, name: told})
+        write({**kept_rows(), name: told})
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ _enter(
     because="its total variation is below the 0.02 that is asked for: 0.016 at most, on laws made for it",
 )
 _enter("randomness", controls.coins_of_the_first_round, drafted(controls.coins_of_the_first_round))
+_enter("randomness", controls.coin_reused_for_closing, drafted(controls.coin_reused_for_closing))
 for wrong, budget in {
-    controls.coin_reused_for_closing: 40_000,
     controls.draft_noise_reused_for_closing: 250_000,
     controls.coins_thrown_twice: 800_000,
 }.items():

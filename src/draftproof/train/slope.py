@@ -1,0 +1,65 @@
+"""The loss of a training on a GPU: a row of logits is read once, and its slope is written where it was."""
+
+from typing import Final, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.train.loss import LEAST_OVERLAP as _LEAST_OVERLAP
+
+LEAST_OVERLAP = tl.constexpr(_LEAST_OVERLAP)
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+EACH: Final = 1024
+"""Numbers of a row for each warp: 32 a thread, of two rows, stay in registers."""
+
+MOST_WARPS: Final = 16
+
+
+def compared(
+    logits: Float[Tensor, "m R"], scores: Float[Tensor, "m R"], lse: Float[Tensor, " m"], blend: float
+) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"], Float[Tensor, "m R"]]:
+    """Twin: `loss.of_logits`, in float32. The slope is `logits`, written over."""
+    m, R = logits.shape
+    if not (logits.is_contiguous() and scores.is_contiguous() and lse.is_contiguous()):
+        raise ValueError("logits, scores and lse must be contiguous: the kernel steps from row to row by their width")
+    loss, overlap = (torch.empty(m, dtype=torch.float32, device=logits.device) for _ in range(2))
+    if m:
+        compare[(m,)](logits, scores, lse, loss, overlap, R, blend, **launched(R))
+    return loss, overlap, logits
+
+
+def launched(width: int) -> dict[str, int]:
+    """How rows of this width are launched."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": max(1, min(MOST_WARPS, block // EACH))}
+
+
+@triton.jit
+@no_type_check
+def compare(logits, scores, lse, losses, overlaps, R, blend, BLOCK: tl.constexpr):
+    """One row of each. Grid: (m,)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < R
+    x = tl.load(logits + row * R + at, mask=inside, other=float("-inf")).to(tl.float32)
+    score = tl.load(scores + row * R + at, mask=inside, other=float("-inf")).to(tl.float32)
+    p = tl.exp(score - tl.load(lse + row))
+    x -= tl.max(x, 0)
+    powers = tl.exp(x)
+    total = tl.sum(powers, 0)
+    q = powers / total
+    mass = tl.sum(p, 0)
+    # what is outside the row has no mass, and no logarithm
+    entropy = mass * tl.log(total) - tl.sum(p * tl.where(inside, x, 0.0), 0)
+    overlap = tl.sum(tl.minimum(q, p), 0)
+    below = tl.where(q < p, q, 0.0)
+    pull = blend / tl.maximum(overlap, LEAST_OVERLAP)
+    scale = (1 - blend) * mass + pull * tl.sum(below, 0)
+    slope = q * scale - below * pull - p * (1 - blend)
+    tl.store(logits + row * R + at, slope.to(logits.dtype.element_ty), mask=inside)
+    tl.store(losses + row, (1 - blend) * entropy - blend * tl.log(tl.maximum(overlap, TINY)))
+    tl.store(overlaps + row, overlap)

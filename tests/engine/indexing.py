@@ -1,0 +1,52 @@
+"""`tensor[at]` by operations, for tensors of a device without a driver (elsewhere.py): the short way is closed there.
+
+What would wait for a device is refused: masks, and numbers of the host.
+"""
+
+import torch
+
+
+def part_of(tensor, at):
+    """`tensor[at]`."""
+    view, tensors = _view(tensor, at)
+    if not any(index is not None for index in tensors):
+        return view
+    if any(index is not None and index.dtype == torch.bool for index in tensors):
+        raise AssertionError(f"indexing by a mask waits for the device: {tuple(tensor.shape)}")
+    return torch.ops.aten.index(view, tensors)
+
+
+def write(tensor, at, new):
+    """`tensor[at] = new`."""
+    view, tensors = _view(tensor, at)
+    new = new if isinstance(new, torch.Tensor) else torch.full((), new, dtype=tensor.dtype, device=tensor.device)
+    if any(index is not None for index in tensors):
+        view.index_put_(tuple(tensors), new)
+    else:
+        view.copy_(new)
+
+
+def _view(tensor, at):
+    """What slices, numbers and None say; and the tensors that are left, by dimension."""
+    at = at if isinstance(at, tuple) else (at,)
+    named = sum(part is not None and part is not Ellipsis for part in at)
+    if Ellipsis not in [part for part in at if not isinstance(part, torch.Tensor)]:
+        at = (*at, Ellipsis)
+    view, tensors = tensor, []
+    for part in at:
+        d = len(tensors)
+        if part is Ellipsis:
+            tensors += [None] * (tensor.ndim - named)
+        elif part is None:
+            view = view.unsqueeze(d)
+            tensors.append(None)
+        elif isinstance(part, slice):
+            view = torch.ops.aten.slice(view, d, part.start, part.stop, part.step or 1)
+            tensors.append(None)
+        elif isinstance(part, int):
+            view = view.select(d, part)
+        else:
+            assert isinstance(part, torch.Tensor), f"indexing by the host's numbers waits for the device: {part}"
+            assert part.is_cuda, f"indexing by the host's numbers waits for the device: {part}"
+            tensors.append(part)
+    return view, tensors

@@ -1,0 +1,192 @@
+"""Rounds on a GPU that is not there (elsewhere.py): nothing of the host is mixed in, nothing waits but a fetch."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import draftproof as dp
+from draftproof.core.law import Vocab
+from draftproof.core.types import Verdict
+from draftproof.drafters.choice import Choice
+from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import NGram
+from draftproof.drafters.suffix import Suffix
+from draftproof.engine import batch as batches
+from draftproof.engine import judge
+from draftproof.models.fitted import FittedHead
+from draftproof.models.head import Head
+from draftproof.models.hf import HFModel
+from draftproof.models.tapped import embeddings, shape_for
+from engine.elsewhere import moved, there
+from engine.heads import IDS
+from engine.tiny import PROMPT, V, llama, neighbour
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU; with one: test_cuda.py")
+S = dp.Sampling
+WARM = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(temperature=0.9, top_p=0.9, seed=5)]
+GREEDY = [S(temperature=0.0, seed=4)] * 3
+EDITED = [S(temperature=0.8, seed=3, repetition_penalty=1.2), S(temperature=0.0, presence_penalty=0.3, seed=4)]
+EDITED += [S(logit_bias={1: 2.0, 3: -1.0}, seed=5)]
+ALL = {"warm": WARM, "greedy": GREEDY, "edited": EDITED}
+
+
+def head_of(model, **settings):
+    head, ids = Head(shape_for(model), seed=1), torch.tensor(IDS[:6]).to(model.device)
+    rows = torch.nn.Linear(head.shape.hidden, len(ids), bias=False)
+    return HeadDrafter(FittedHead(moved(head), embeddings(model), moved(rows), Vocab.of(ids, V)), **settings)
+
+
+def served(size=V):
+    return HFModel(moved(neighbour.__wrapped__(size)))
+
+
+DRAFTERS = {
+    "none": lambda model: None,
+    "ngram": lambda model: "ngram",
+    "fillers": lambda model: NGram(fillers=2),
+    "suffix": lambda model: "suffix",
+    "head": head_of,
+    "confident head": lambda model: head_of(model, confidence=0.3),
+    "suffix+head": lambda model: Choice(Suffix(), head_of(model), enough=2),
+    "model": lambda model: ModelDrafter(served()),
+    "smaller vocabulary": lambda model: ModelDrafter(served(6), vocab_size=V),
+    "confident model": lambda model: ModelDrafter(served(), confidence=0.3),
+    "early exit": lambda model: "early-exit:1",
+}
+READS = ("model", "smaller vocabulary", "confident model", "early exit")
+"""These also fetch what they drew, and read it in the next round, when it has long arrived."""
+
+
+def rounds(monkeypatch, make, rule="block", samplings=WARM, tokens=24, dtype=torch.float32, **asked):
+    """What each round would have waited for and how many numbers it fetched; and the device."""
+    advance, tell, found = batches.advance, judge._tell, []
+
+    def told(*args):
+        """All is kept, all is sound: the numbers that a device would have sent are made up."""
+        made = tell(*args)
+        B, J = made.nodes.shape
+        return dataclasses.replace(made, drafted=[J - 1] * B, sound=[J] * B, tokens=[[1] * J] * B)
+
+    with there(monkeypatch) as device:
+        model = moved(llama.__wrapped__().to(dtype))
+        drafter = make(model)
+
+        def counted(*args):
+            waits, fetches = len(device.waits), device.fetches
+            rows = advance(*args)
+            found.append((device.waits[waits:], device.fetches - fetches))
+            return rows
+
+        monkeypatch.setattr(batches, "advance", counted)
+        monkeypatch.setattr(judge, "_tell", told)
+        engine = dp.load(model, drafter, rule=rule, num_draft_tokens=3)
+        engine.generate([list(PROMPT), list(PROMPT)[:4], [1]], samplings, max_tokens=[tokens, tokens, 9], **asked)
+    assert len(found) > 3
+    return found, device
+
+
+SHORT = [("none", "warm"), ("fillers", "warm"), ("suffix+head", "warm"), ("model", "warm"), ("head", "edited")]
+LONG = [*((name, "warm") for name in DRAFTERS), *((n, s) for n in ("model", "head") for s in ("greedy", "edited"))]
+CASES = [*SHORT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG if case not in SHORT)]
+
+
+@pytest.mark.parametrize(("name", "samplings"), CASES)
+def test_a_round_waits_for_nothing_but_its_fetch(monkeypatch, name, samplings):
+    """Rows leave meanwhile, passes are recorded and replayed, and of the head's target the states are shown."""
+    found, device = rounds(monkeypatch, DRAFTERS[name], samplings=ALL[samplings])
+    assert found == [([], 2 if name in READS else 1)] * len(found)
+    assert device.recorded > 0
+
+
+@pytest.mark.parametrize("rule", ["token", "coupled"])
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_under_the_other_rules_too(monkeypatch, name, rule):
+    found, _ = rounds(monkeypatch, DRAFTERS[name], rule)
+    assert found == [([], 2 if name in READS else 1)] * len(found)
+
+
+@pytest.mark.parametrize("name", ["early exit", "head"])
+def test_in_bfloat16_too(monkeypatch, name):
+    found, device = rounds(monkeypatch, DRAFTERS[name], dtype=torch.bfloat16, logprobs=True)
+    assert found == [([], 2 if name in READS else 1)] * len(found)
+    assert device.recorded > 0
+
+
+@pytest.mark.parametrize("name", ["ngram", "head"])
+def test_log_probabilities_come_in_the_same_fetch(monkeypatch, name):
+    found, _ = rounds(monkeypatch, DRAFTERS[name], logprobs=True)
+    assert found == [([], 1)] * len(found)
+
+
+@pytest.mark.parametrize("name", ["ngram", "head"])
+def test_a_grammar_costs_one_fetch_more(monkeypatch, name):
+    found, _ = rounds(monkeypatch, DRAFTERS[name], allowed=lambda text: torch.ones(V, dtype=torch.bool))
+    assert found == [([], 2)] * len(found)
+
+
+TREES = {
+    "ngram": lambda model: NGram(branches=2, fillers=1),
+    "model": lambda model: ModelDrafter(served(), branches=2),
+    "head": lambda model: head_of(model, branches=2),
+    "suffix+head": lambda model: Choice(Suffix(branches=2), head_of(model, branches=2), enough=2),
+}
+
+
+def kept(p, draft, noise):
+    """A rule for trees that looks at nothing: the real one does, and is no part of this."""
+    B, K = draft.tokens.shape
+    assert p.lse.is_cuda
+    assert draft.law is None or draft.law.logits.is_cuda
+    numbers = torch.empty((B, 2 * K + 2), dtype=torch.long, device=draft.tokens.device)
+    return Verdict(numbers[:, : K + 1], numbers[:, -1], numbers[:, K + 1 : -1])
+
+
+@pytest.mark.parametrize("samplings", ["warm", pytest.param("greedy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "head" else [pytest.mark.slow]) for n in TREES])
+def test_the_round_of_a_tree_mixes_nothing_and_is_recorded(monkeypatch, name, samplings):
+    """Its passes are, with the parents as data. A head that chooses the likeliest paths looks at them, and waits."""
+    found, device = rounds(monkeypatch, TREES[name], kept, ALL[samplings])
+    looks = {wait for waits, _ in found for wait in waits}
+    assert looks <= ({"item"} if "head" in name else set())
+    assert device.recorded > 0
+
+
+class Curious(NGram):
+    """Looks, sends with waiting, and mixes in what lies on the host."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.does = does
+
+    def propose(self, contexts, k, noise):
+        draft = super().propose(contexts, k, noise)
+        self.does(draft)
+        return draft
+
+
+@pytest.mark.parametrize(
+    ("does", "seen"),
+    [
+        (lambda draft: bool((draft.lengths > 0).any()), "__bool__"),
+        (lambda draft: draft.tokens.tolist(), "item"),
+        (lambda draft: torch.tensor([1], device=draft.tokens.device), "_to_copy"),
+        (lambda draft: torch.ones(2).to(draft.tokens.device), "_to_copy"),
+        (lambda draft: draft.lengths.copy_(torch.ones(len(draft.lengths), dtype=torch.long)), "copy_"),
+    ],
+)
+def test_a_wait_is_seen(monkeypatch, does, seen):
+    found, _ = rounds(monkeypatch, lambda model: Curious(does))
+    assert [waits[0] for waits, _ in found] == [seen] * len(found)
+
+
+def test_what_lies_on_the_host_is_not_mixed_in(monkeypatch):
+    with pytest.raises(Exception, match="two devices, cuda:0 and cpu"):
+        rounds(monkeypatch, lambda model: Curious(lambda draft: draft.lengths + torch.ones(len(draft.lengths))))
+
+
+def test_a_mask_is_no_index(monkeypatch):
+    with pytest.raises(AssertionError, match="indexing by a mask waits"):
+        rounds(monkeypatch, lambda model: Curious(lambda draft: draft.tokens[draft.tokens > 0]))

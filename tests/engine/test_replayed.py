@@ -1,0 +1,89 @@
+"""Recorded passes say what launched ones say: of targets, drafters, heads and trees, while rows come and go."""
+
+import pytest
+import torch
+
+import draftproof as dp
+from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import NGram
+from draftproof.models.graphs import TIMES, Recordings
+from draftproof.models.hf import HFModel
+from engine.heads import on_target
+from engine.tapes import Tapes
+from engine.tiny import PROMPT, V, llama, neighbour
+
+S = dp.Sampling
+MIXED = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(top_k=3, seed=5), S(top_p=0.8, seed=6)]
+PROMPTS = [list(PROMPT), list(PROMPT)[:3], list(PROMPT)[:7], [1]]
+BUDGETS = [40, 21, 40, 33]
+DRAFTERS = {
+    "none": ("block", lambda: None),
+    "ngram": ("block", lambda: "ngram"),
+    "model": ("block", lambda: ModelDrafter(HFModel(neighbour()), vocab_size=V)),
+    "coupled": ("coupled", lambda: ModelDrafter(HFModel(neighbour()), vocab_size=V)),
+    "early exit": ("token", lambda: "early-exit:1"),
+    "head": ("block", lambda: HeadDrafter(on_target(6))),
+    "ngram tree": ("tree", lambda: NGram(branches=2)),
+    "head tree": ("tree", lambda: HeadDrafter(on_target(6), branches=2)),
+}
+
+
+def texts(name):
+    rule, make = DRAFTERS[name]
+    engine = dp.load(llama(), make(), rule=rule, num_draft_tokens=3, max_batch=3)
+    outputs = engine.generate(PROMPTS, MIXED, max_tokens=BUDGETS)
+    return [output.tokens for output in outputs]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_recorded_passes_say_what_launched_ones_say(monkeypatch, name):
+    wanted = texts(name)
+    tapes = Tapes(monkeypatch)
+    assert texts(name) == wanted
+    assert tapes.recorded >= 2
+    assert tapes.replayed > 10
+
+
+def long_text():
+    """Grows its buffers, which hold 256 tokens at first."""
+    engine = dp.load(llama(max_length=1024), "ngram", num_draft_tokens=3)
+    return engine.generate([list(PROMPT) * 25], temperature=0, max_tokens=40)[0].tokens
+
+
+def test_recordings_go_when_buffers_grow(monkeypatch):
+    wanted = long_text()
+    tapes = Tapes(monkeypatch)
+    assert long_text() == wanted
+    assert tapes.recorded >= 2
+
+
+def passes_around_growth():
+    """Logits of the same pass over and over; before the last the buffers grow, though it looks no further."""
+    served, token = HFModel(llama(max_length=1024)), torch.tensor([[5]])
+    cache = served.new_cache(1)
+    served(torch.tensor([PROMPT]), cache)
+    cache.keep(torch.tensor([len(PROMPT)]))
+    before = [served(token, cache).logits for _ in range(TIMES + 2)]
+    cache._grow(600)
+    return [*before, served(token, cache).logits]
+
+
+def test_recordings_go_with_their_buffers(monkeypatch):
+    tapes = Tapes(monkeypatch)
+    first, *others = passes_around_growth()
+    assert all(torch.equal(first, other) for other in others)
+    assert tapes.recorded == 2
+    monkeypatch.setattr(Recordings, "forget", lambda recordings: None)
+    with pytest.raises(AssertionError, match="the recorded memory, and no other"):
+        passes_around_growth()
+
+
+def test_a_length_that_is_bound_anew_is_seen(monkeypatch):
+    Tapes(monkeypatch)
+    shown = HFModel._shown
+    monkeypatch.setattr(
+        HFModel, "_shown", lambda self, tokens, lengths, **how: shown(self, tokens, how["cache"].lengths, **how)
+    )
+    with pytest.raises(AssertionError, match="the recorded memory, and no other"):
+        long_text()

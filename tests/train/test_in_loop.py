@@ -1,0 +1,49 @@
+"""What is counted in the loop is what the engine does; and the clock is looked at after every round."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from draftproof.core.sampling import Sampling
+from draftproof.engine.load import load
+from draftproof.train import in_loop
+from draftproof.train.in_loop import OVERALL, held_out, tallies
+from train.pupils import Ticks, save_pupil
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return load(save_pupil(tmp_path_factory.mktemp("pupil")), "suffix", device="cpu", num_draft_tokens=3, max_batch=4)
+
+
+def short_prompts(count):
+    """The pupil has room for 256 letters."""
+    return [prompt for prompt in held_out() if len(prompt.text) < 100][:count]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.0}])
+def test_tokens_and_passes_are_those_of_the_engine(engine, sampling):
+    prompts = short_prompts(10)
+    found = tallies(engine, prompts, sampling, max_tokens=12, seed=5)
+    samplings = [Sampling(**sampling, seed=5 + n) for n in range(10)]
+    outputs = engine.generate([prompt.text for prompt in prompts], samplings, max_tokens=12)
+    assert found[OVERALL].texts == 10
+    assert found[OVERALL].tokens == sum(output.stats.emitted for output in outputs)
+    assert found[OVERALL].passes == sum(output.stats.rounds for output in outputs)
+    kind = prompts[0].kind
+    same = [output for prompt, output in zip(prompts, outputs, strict=True) if prompt.kind == kind]
+    assert found[kind].tokens == sum(output.stats.emitted for output in same)
+
+
+def test_when_the_time_is_over_the_round_is_the_last(engine, monkeypatch):
+    clock = SimpleNamespace(monotonic=Ticks(1.0))  # looked at once before the first round, and once after each
+    monkeypatch.setattr(in_loop, "time", clock)
+    found = tallies(engine, short_prompts(10), {"temperature": 1.0}, max_tokens=200, seconds=3.0)
+    assert found[OVERALL].passes == 4 * 3  # the engine takes four at once
+
+
+def test_a_first_round_is_always_run(engine):
+    began = time.monotonic()
+    assert tallies(engine, short_prompts(4), {"temperature": 1.0}, seconds=0.0)[OVERALL].passes == 4
+    assert time.monotonic() - began < 5
