@@ -4,6 +4,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from draftproof.kernels import launch as launching
+from draftproof.kernels.launch import Step, options_of
+
+PROCESSES = min(14, os.cpu_count() or 1)
 
 
 def side_by_side(program: str, processes: int) -> None:
@@ -19,4 +28,44 @@ def side_by_side(program: str, processes: int) -> None:
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
 
 
-PROCESSES = min(14, os.cpu_count() or 1)
+def compile_part(plans: Iterable[list[Step]], part: int, parts: int) -> None:
+    """Compile every so-many-th of the different kernels in these launches. Nothing is launched."""
+    different = {_name(step, n > 0): (step, n > 0) for steps in plans for n, step in enumerate(steps)}
+    for name in sorted(different, key=_slowest_first)[part::parts]:
+        step, overlap = different[name]
+        step.kernel.warmup(*step.arguments, grid=step.grid, launch_pdl=overlap, **options_of(step))
+
+
+SLOW = ("token", "settle_deep", "settle", "coupled", "block_walk")
+
+
+def _slowest_first(name: str) -> tuple[int, str]:
+    kernel = name.split()[0]
+    return SLOW.index(kernel) if kernel in SLOW else len(SLOW), name
+
+
+def _name(step: Step, overlap: bool) -> str:
+    """The same for launches of the same compiled kernel, as far as what is measured differs at all."""
+    batch, *others = step.arguments
+    kinds = [x.dtype for x in batch if isinstance(x, torch.Tensor)]
+    known = [getattr(value, "value", value) for value in (*batch.traits, *others)]
+    divided = [size % 16 == 0 for size in (batch.sizes.V, batch.sizes.R, *batch.strides)]
+    plain = [value for value in known if not isinstance(value, tuple)]
+    return f"{step.kernel.__name__} {plain} {kinds} {divided} {options_of(step)} {overlap}"
+
+
+@contextmanager
+def collected() -> Iterator[list[list[Step]]]:
+    """What would be launched inside, as plans, instead of launching it."""
+    plans: list[list[Step]] = []
+
+    def keep(step: Step, *, overlap: bool) -> None:
+        if not overlap:
+            plans.append([])
+        plans[-1].append(step)
+
+    run, launching.run = launching.run, keep
+    try:
+        yield plans
+    finally:
+        launching.run = run

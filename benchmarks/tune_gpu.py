@@ -1,6 +1,6 @@
 """Ways to launch the kernels, side by side: threads, registers, pieces. What `launch.plan` uses was chosen by this.
 
-    PYTHONPATH=src python benchmarks/tune_gpu.py --out $OUT/tune_gpu.json --seconds 200
+    PYTHONPATH=src python benchmarks/tune_gpu.py --out $OUT/tune_gpu.json --seconds 30
 
 A variant changes one launch of a call and leaves the others as they are; the time is that of the call's launches up to
 the changed one, so that differences inside a group are the launch's own. Variants are compiled first, by several
@@ -21,8 +21,9 @@ import triton.language as tl
 from draftproof.kernels import Workspace
 from draftproof.kernels.call import Call
 from draftproof.kernels.launch import Step, plan
+from draftproof.kernels.workspace import tiles
 from gpu_cases import SETTINGS, K, V
-from gpu_compile import PROCESSES, side_by_side
+from gpu_compile import PROCESSES, compile_part, side_by_side
 from gpu_inputs import Inputs, drawn
 from verify_gpu import cold_sets, launch, median_of_replays, pool, prepared
 
@@ -30,41 +31,26 @@ FILTERS = "top-k 50, top-p 0.9"
 
 
 class Variant(NamedTuple):
-    """A launch of another shape. `size`: the kernel's own constexpr; `tiles`, `segment` (bytes): the scan's."""
+    """A launch of another shape. `sizes`: the kernel's own constants."""
 
     kernel: str
-    size: int | None
+    sizes: tuple[int, ...]
     warps: int
     registers: int | None = None
-    tiles: int | None = None
-    segment: int | None = None
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in zip(self._fields, self, strict=True) if value is not None)
+        limit = "" if self.registers is None else f" registers={self.registers}"
+        return f"{self.kernel}{list(self.sizes)} warps={self.warps}{limit}"
 
 
-SCANS = [
-    Variant("scan", step, warps, None, tiles, segment)
-    for step, warps, tiles in ((8, 4, 1), (8, 4, 2), (4, 2, 1), (4, 2, 2), (2, 1, 1), (2, 1, 2), (2, 1, 4))
-    for segment in (64, 128)
-]
+SCANS = [Variant("scan", sizes, warps) for sizes, warps in (((8, 1), 4), ((4, 1), 2), ((2, 1), 1), ((2, 2), 1))]
 SETTLES = [
-    Variant("settle", lines, warps, registers)
-    for lines, warps, registers in (
-        (16, 8, None),
-        (16, 8, 80),
-        (16, 8, 64),
-        (8, 8, None),
-        (8, 8, 64),
-        (16, 4, None),
-        (16, 4, 128),
-        (8, 4, None),
-        (32, 8, 80),
-    )
+    Variant("settle", (lines,), warps, registers)
+    for lines, warps, registers in ((32, 8, 80), (16, 8, 64), (16, 8, 80), (64, 8, None), (16, 4, 128))
 ]
-DEEPS = [Variant("settle_deep", lines, warps) for lines, warps in ((16, 16), (32, 16), (16, 8), (8, 16))]
-TOKENS = [Variant("token", None, warps) for warps in (4, 8, 16)]
-BLOCKS = [Variant("block_sums", None, warps, registers) for warps, registers in ((4, None), (8, None), (4, 64))]
+DEEPS = [Variant("settle_deep", (lines,), warps) for lines, warps in ((32, 16), (64, 16), (32, 8))]
+TOKENS = [Variant("token", (), warps, registers) for warps, registers in ((8, 128), (4, None), (8, None))]
+BLOCKS = [Variant("block_sums", (), warps, registers) for warps, registers in ((4, 128), (4, 80), (8, 80))]
 
 
 class Group(NamedTuple):
@@ -79,15 +65,13 @@ class Group(NamedTuple):
 
 
 GROUPS = [
+    Group("float32", FILTERS, "token", False, (1, 8, 64, 256), SETTLES),
+    Group("float32", "top-p 0.95", "token", False, (8, 64, 256), DEEPS),
+    Group("float32", "temperature", "token", False, (1, 8, 64), [*TOKENS, *SCANS[:3]]),
     Group("bfloat16", "temperature", "token", False, (1, 8, 64, 256), SCANS),
-    Group("float32", "temperature", "token", False, (1, 8, 64, 256), [v for v in SCANS if v.segment == 128]),
-    Group("float32", FILTERS, "token", False, (1, 64, 256), SETTLES),
-    Group("bfloat16", FILTERS, "token", False, (1, 64), SETTLES),
-    Group("float32", "top-p 0.95", "token", False, (1, 64, 256), [*SETTLES[1:3], *DEEPS]),
-    Group("float32", "greedy", "token", False, (1, 8), [v for v in SCANS if v.segment == 128]),
-    Group("float32", "temperature", "token", False, (1, 64), TOKENS),
-    Group("float32", "temperature", "block", False, (64,), BLOCKS),
-    Group("float32", "top-p 0.95", "token", True, (64,), DEEPS),
+    Group("float32", "greedy", "token", False, (1, 8), SCANS[:3]),
+    Group("float32", "temperature", "block", False, (1, 64), BLOCKS),
+    Group("bfloat16", FILTERS, "token", False, (1, 8, 64), SETTLES[:3]),
 ]
 
 
@@ -95,16 +79,12 @@ def changed(step: Step, variant: Variant) -> Step:
     """The launch in the variant's shape."""
     if step.kernel.__name__ != variant.kernel:
         return step
-    batch, *others = step.arguments
-    grid = step.grid
-    if variant.tiles is not None and variant.segment is not None:
-        parts = {"SEGMENT": batch.target, "DRAFT_SEGMENT": batch.draft}
-        segments = {name: tl.constexpr(variant.segment // x.element_size()) for name, x in parts.items()}
-        batch = batch._replace(traits=batch.traits._replace(TILES=tl.constexpr(variant.tiles), **segments))
-        grid = (-(-batch.sizes.T // variant.tiles), *step.grid[1:])
-    if variant.size is not None:
-        others = [tl.constexpr(variant.size)]
-    return Step(step.kernel, grid, (batch, *others), variant.warps, variant.registers)
+    grid, others = step.grid, step.arguments[1:]
+    if variant.sizes:
+        others = tuple(tl.constexpr(size) for size in variant.sizes)
+    if variant.kernel == "scan":
+        grid = (-(-tiles(V) // variant.sizes[1]), *step.grid[1:])
+    return Step(step.kernel, grid, (step.arguments[0], *others), variant.warps, variant.registers)
 
 
 def steps_of(group: Group, given: Inputs, workspace: Workspace, variant: Variant | None) -> list[Step]:
@@ -122,22 +102,22 @@ def steps_of(group: Group, given: Inputs, workspace: Workspace, variant: Variant
     return [changed(step, variant) for step in steps[: upto + 1]]
 
 
-def compile_part(part: int, parts: int) -> None:
-    """Compile every so-many-th variant, into the cache on disk."""
-    jobs = [(group, variant) for group in GROUPS for variant in (None, *group.variants)]
-    for group, variant in jobs[part::parts]:
+def all_plans() -> Iterator[list[Step]]:
+    """The launches of every variant, for a small and for a large batch, to be compiled."""
+    one = torch.ones(1, dtype=torch.long, device="cuda")
+    for group in GROUPS:
         x = torch.zeros(1, K + 1, V, dtype=getattr(torch, group.dtype), device="cuda")
-        one = torch.ones(1, dtype=torch.long, device="cuda")
-        for B in (1, 8):  # the launches of a small and of a large batch
+        for B in (1, 64):
             given = Inputs(x.expand(B, -1, -1), x[:, :K].expand(B, -1, -1), one.expand(B, K).contiguous(),
                            *(one.repeat(B) for _ in range(3)))  # fmt: skip
-            launch(steps_of(group, given, Workspace.empty(B, K, V, "cuda"), variant))
-    torch.cuda.synchronize()
+            workspace = Workspace.empty(B, K, V, "cuda")
+            for variant in (None, *group.variants):
+                yield steps_of(group, given, workspace, variant)
 
 
 def measured(groups: list[Group], seconds: float) -> Iterator[dict[str, Any]]:
     start = time.time()
-    for dtype, flat in (("float32", False), ("bfloat16", False), ("float32", True)):
+    for dtype, flat in dict.fromkeys((group.dtype, group.flat) for group in groups):
         given = pool(dtype, flat)
         given = replace(given, tokens=drawn(given.draft, SETTINGS[FILTERS]))
         for B in (64, 1, 8, 256):
@@ -178,11 +158,11 @@ def table(lines: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("tune_gpu.json"))
-    parser.add_argument("--seconds", type=float, default=200.0, help="for measuring, after compiling")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for measuring, after compiling")
     parser.add_argument("--compile", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.compile:
-        return compile_part(*options.compile)
+        return compile_part(all_plans(), *options.compile)
     start = time.time()
     side_by_side(__file__, PROCESSES)
     lines: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ from draftproof.kernels import Parameters, Workspace, verify_rows
 from draftproof.kernels.call import Call
 from draftproof.kernels.launch import Step, plan, run
 from gpu_cases import BARS, BATCHES, CASES, COLD, MIXED, PEERS, SETTINGS, WARM, Case, K, V
-from gpu_compile import PROCESSES, side_by_side
+from gpu_compile import PROCESSES, compile_part, side_by_side
 from gpu_inputs import Inputs, drawn, inputs
 from gpu_report import plot, table
 
@@ -174,19 +174,18 @@ def bench(cases: list[Case], batches: list[int], *, stages: bool) -> Iterator[di
         torch.cuda.empty_cache()
 
 
-def compile_part(part: int, parts: int) -> None:
-    """Have the kernels of every so-many-th case compiled."""
-    for case in CASES[part::parts]:
+def plans_of(cases: list[Case]) -> Iterator[list[Step]]:
+    """The launches of every case, for a small and for a large batch, to be compiled."""
+    one = torch.ones(1, dtype=torch.long, device="cuda")
+    for case in cases:
         x = torch.zeros(1, K + 1, V, dtype=getattr(torch, case.dtype), device="cuda")
-        one = torch.ones(1, dtype=torch.long, device="cuda")
-        for B in (1, 8):  # what is launched for a small and for a large batch
+        for B in (1, 64):
             given = Inputs(x.expand(B, -1, -1), x[:, :K].expand(B, -1, -1), one.expand(B, K).contiguous(),
                            *(one.repeat(B) for _ in range(3)))  # fmt: skip
             samplings, drafts = sampling_of(case, B)
             draft = None if case.draft == "chosen" else given.draft
             call = Call(given.target, given.tokens, draft, prepared(given, samplings, drafts), case.rule)
-            launch(plan(call, Workspace.empty(B, K, V, "cuda"), overlap=True))
-    torch.cuda.synchronize()
+            yield plan(call, Workspace.empty(B, K, V, "cuda"), overlap=True)
 
 
 def main() -> None:
@@ -202,7 +201,7 @@ def main() -> None:
     if options.plot:
         return plot(json.loads(options.out.read_text())["lines"], options.plot)
     if options.compile:
-        return compile_part(*options.compile)
+        return compile_part(plans_of(CASES), *options.compile)
     side_by_side(__file__, PROCESSES)
     cases = CASES[: len(BARS)] if options.barred else CASES
     cases = [case for case in cases if not options.only or case.setting in options.only]

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "compile_all.py"
+HERE = Path(__file__).parent
+
+
+def printed(tmp_path: Path, program: str, *arguments: str) -> list[str]:
+    """In a process of its own: Triton either compiles or interprets, whichever it was imported for."""
+    environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, str(HERE / program), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.split()
 
 
 @pytest.mark.parametrize(
@@ -14,25 +23,13 @@ PROGRAM = Path(__file__).parent / "compile_all.py"
     [(90, 4096), *(pytest.param(c, v, marks=pytest.mark.slow) for c, v in ((80, 4096), (100, 4096), (90, 128256)))],
 )
 def test_kernels_compile(capability, V, tmp_path):
-    """In a process of its own: Triton either compiles or interprets, whichever it was imported for."""
-    environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(capability), str(V)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
     blocks = ["block_walk", "block_sums", "block_close"]
-    assert done.stdout.split() == [
-        "scan",
-        "token",
-        *blocks,
-        "scan",
-        "coupled",
-        "scan",
-        "settle",
-        "settle_deep",
-        "token",
-    ]
+    settled = ["scan", "settle", "settle_deep", "token"]
+    want = ["scan", "token", *blocks, "scan", "coupled", *settled]
+    assert printed(tmp_path, "compile_all.py", str(capability), str(V)) == want
+
+
+def test_a_kernel_is_compiled_once_for_all_draft_lengths_and_filters(tmp_path):
+    """What a first request waits for. The scan is compiled twice: filters need more of it."""
+    seen = printed(tmp_path, "compile_once.py")
+    assert sorted(seen) == ["block_close", "block_sums", "block_walk", "coupled", "scan", "scan", "settle"]

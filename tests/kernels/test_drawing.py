@@ -89,12 +89,24 @@ def test_what_was_drawn_stays_when_the_next_is(monkeypatch, logits):
     assert all(torch.equal(a, b) for a, b in zip(before, (tokens, law.lse, law.cutoff, law.point), strict=True))
 
 
-def test_penalties_and_greedy_batches_are_left_to_the_reference(monkeypatch, logits):
+def test_greedy_batches_are_left_to_the_reference(monkeypatch, logits):
     monkeypatch.setattr(kernels, "runs_on", lambda device: True)
-    for batch in ([S(presence_penalty=1.0, temperature=0.5)] * 3, [S(temperature=0)] * 3):
-        draws = Draws(batch, noise(logits.device, False))
-        draws(logits, [NO_HISTORY] * 3, 0)
-        assert draws._device is None
+    draws = Draws([S(temperature=0)] * 3, noise(logits.device, False))
+    draws(logits, [NO_HISTORY] * 3, 0)
+    assert draws._device is None
+
+
+def test_penalties_are_put_in_before_the_draw(monkeypatch, logits):
+    batch = [S(presence_penalty=5.0, temperature=0.5), S(), S(repetition_penalty=1.5, top_k=9)]
+    seen = [History([3], logits[b].topk(4).indices.tolist()) for b in range(3)]
+    draws, said = Draws(batch, noise(logits.device, False)), []
+    for runs in (True, False):
+        monkeypatch.setattr(kernels, "runs_on", lambda device, runs=runs: runs)
+        said.append(draws(logits, seen, 0))
+    (law, tokens), (its_law, its_tokens) = said
+    assert draws._device is not None
+    assert tokens.tolist() == its_tokens.tolist()
+    assert torch.allclose(law.probs(), its_law.probs(), atol=1e-6)
 
 
 def test_a_draw_compiles_without_a_gpu(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import draftproof as dp
-from kernels.twins import assert_equal, make
+from kernels.twins import assert_equal, kernel, make, reference
 
 S = dp.Sampling
 RULES = ("token", "block", "coupled")
@@ -41,6 +41,12 @@ def test_half_precision_logits_give_the_reference_verdict(rule, dtype, device):
     assert_equal(make(batch, drafts=[S()] * 2, device=device, dtype=dtype, V=900, K=2, seed=5), rule)
 
 
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_target_and_draft_logits_may_be_of_different_types(rule, device):
+    given = make([S(temperature=0.8), S(min_p=0.05)], drafts=[S()] * 2, device=device, V=700, K=2, seed=5)
+    assert_equal(replace(given, draft=given.draft.to(torch.bfloat16)), rule)
+
+
 def test_a_search_among_half_precision_ties(device):
     batch = [S(temperature=0.9, top_k=30, top_p=0.9)]
     assert_equal(make(batch, drafts=[S()], device=device, dtype=torch.bfloat16, V=900, K=1, seed=5), "token")
@@ -50,6 +56,14 @@ def test_a_search_among_half_precision_ties(device):
 def test_a_chosen_draft_gives_the_reference_verdict(rule, device):
     batch = [S(temperature=0.5), S(temperature=0.0), S(temperature=0.7, min_p=0.1), S(temperature=0.4)]
     assert_equal(make(batch, device=device, spread=4.0, K=2, ragged=False).chosen(), rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_greedy_batch_never_looks_at_the_draft_rows(rule, device):
+    given = make([S(temperature=0.0)] * 3, V=300, K=2, device=device, spread=4.0, ragged=False)
+    got = kernel(replace(given, draft=torch.full_like(given.draft, torch.nan)), rule)
+    assert got.faults.tolist() == [0, 0, 0]
+    assert got.tokens.tolist() == reference(given, rule).tokens.tolist()
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

@@ -1,11 +1,22 @@
 """The kernels on a GPU, at full size: equality with the reference, the law of what they emit, graphs, determinism."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import draftproof as dp
 from kernels import claims, law_claims
 
 pytestmark = pytest.mark.gpu
+CHECK = Path(__file__).parents[2] / "benchmarks" / "check_gpu.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """By several processes side by side: one by one the kernels would take longer than all that is asked of them."""
+    subprocess.run([sys.executable, str(CHECK), "--compile-only"], check=True, timeout=300)
 
 
 def test_large_shapes_give_the_reference_verdict():

@@ -4,14 +4,14 @@ from typing import Any, NamedTuple
 
 
 class Sizes(NamedTuple):
-    """J, K, V as everywhere; R entries in a draft row; C chunks and T tiles in a target row."""
+    """K, V as everywhere; R entries in a draft row. The others follow (`draftproof.kernels.request`).
 
-    J: Any
+    K is a float: Triton would compile a kernel anew for a whole number that is 1, and for one that 16 divides.
+    """
+
     K: Any
     V: Any
     R: Any
-    C: Any
-    T: Any
 
 
 class Strides(NamedTuple):
@@ -31,7 +31,7 @@ class Lists(NamedTuple):
     first: Any  # [B, 2, C + 1]
     tokens: Any  # [B, 2, E]
     amounts: Any  # [B, J + K, E, 4]
-    E: Any
+    E: Any  # a float, like K
 
 
 class Traits(NamedTuple):
@@ -43,14 +43,13 @@ class Traits(NamedTuple):
     EDITED: Any
     MASKED: Any
     MAPPED: Any  # the draft vocabulary is part of the target's
+    ALIKE: Any  # target and draft logits are of one type
     OVERLAP: Any  # a kernel may start while the one before it ends (Hopper and later)
     SEGMENT: Any  # tokens in 128 bytes of target logits
-    DRAFT_SEGMENT: Any
-    TILES: Any  # tiles of a row that a program of the scan reads one after the other
-    KP: Any  # a power of 2, at least J
-    NP: Any  # a power of 2, at least C
-    TP: Any  # a power of 2, at least T
-    NS: Any  # a power of 2, at least the slices in a row
+    KP: Any  # a power of 2, more than K
+    NP: Any  # a power of 2, at least the chunks in a row
+    TP: Any  # the same of tiles
+    NS: Any  # the same of slices
 
 
 class Batch(NamedTuple):
@@ -69,7 +68,6 @@ class Batch(NamedTuple):
     tiles: Any  # and of each tile
     numbers: Any  # [B · (J + K), NUMBERS]
     work: Any  # where `settle` writes down slices and logits
-    trials: Any  # [B, TRIALS_PLACES]: what is known of the trials that may close a round
     strides: Any
     sizes: Any
     traits: Any

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.closing import CHUNKS, draw_excess, excess_sums, sum_excess
-from draftproof.kernels.laws import draft_line_of, drafted_of, line_of, log_ratios, warm, write_centres, written_numbers
-from draftproof.kernels.layout import CANDIDATE, MASS, NO_TARGET_LAW, WEIGHT
+from draftproof.kernels.closing import draw_excess, excess_sums, sum_excess
+from draftproof.kernels.draws import chunk_masses
+from draftproof.kernels.laws import draft_line_of, drafted_of, log_ratios, warm, write_centres, written_numbers
+from draftproof.kernels.layout import CANDIDATE, NO_TARGET_LAW, PER_TILE, WEIGHT
 from draftproof.kernels.noise import ACCEPT, uniform
-from draftproof.kernels.numbers import number_all
+from draftproof.kernels.numbers import draft_settled, line_of, pick, target_settled
 from draftproof.kernels.request import request
 from draftproof.kernels.verdict import greedy_match, write
 
@@ -35,26 +36,25 @@ def block_walk(batch, out):
     i = drafted.i
     coins = uniform(req.seed, req.start, ACCEPT, i, 0)
     if batch.traits.OVERLAP:
+        cuda.gdc_launch_dependents()  # they wait for the end of this, and are there when it comes
         cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
-    if not batch.traits.FILTERED:
-        number_all(batch, req)
+    p, q = target_settled(batch, req), draft_settled(batch, req)
     if req.temperature > 0:
-        ratios, fault = log_ratios(batch, req, drafted)
+        ratios, fault = log_ratios(batch, req, drafted, p, q)
         weights = _weights(ratios, i, req.length)  # of node i + 1, behind draft token i
         closing = tl.full((), -1, tl.int32)
         end = (i == req.length - 1) & (tl.log(coins) < weights)
-        mass = tl.load(line_of(batch, req, i) + MASS, mask=i <= req.length, other=1.0)
-        fault |= tl.max((mass != mass).to(tl.int32), 0) * NO_TARGET_LAW
+        fault |= tl.max((p.mass != p.mass).to(tl.int32), 0) * NO_TARGET_LAW
         whole = (tl.max(end.to(tl.int32), 0) > 0) | (req.length == 0)
         accepted = tl.where(fault != 0, 0, tl.where(whole, req.length, UNDECIDED))
         sure = tl.max(tl.where((i < req.length - 1) & (weights == 0), i + 1, 0), 0)
         may = (weights == 0) | (coins < tl.exp(weights) * (1 + SLACK))
         may &= (i + 1 >= sure) & (i + 1 < req.length)
         _mark(batch, req, i, weights, may, sure == 0)
-        write_centres(batch, req, i)
+        write_centres(line_of(batch, req, i), i <= req.length, p, req.temperature)
+        write_centres(line_of(batch, req, req.J + i), i < req.length, q, warm(req.draft_temperature))
     else:
-        accepted, closing, fault = greedy_match(batch, req)
+        accepted, closing, fault = greedy_match(batch, req, p)
     write(batch, out, req, accepted, closing, fault)
 
 
@@ -75,7 +75,7 @@ def _weights(ratios, i, length):
 def _mark(batch, req, i, weights, may, root):
     """Write down each node's weight and whether the round may stop there; node 0 stands before the first token."""
     node = line_of(batch, req, i + 1)
-    there = i + 1 < batch.sizes.J
+    there = i + 1 < req.J
     tl.store(node + WEIGHT, weights, mask=there)
     tl.store(node + CANDIDATE, may.to(tl.float64), mask=there)
     tl.store(line_of(batch, req, 0) + WEIGHT, 0.0)
@@ -92,17 +92,23 @@ def _laws(batch, req, node):
 @triton.jit
 @no_type_check
 def block_sums(batch, out):
-    """Twin: the sums of `block.station`, at all nodes where the round may stop. Grid: (tiles, K, B)."""
-    tile, node = tl.program_id(0), tl.program_id(1)
-    req = request(batch, tl.program_id(2).to(tl.int64))
+    """Twin: the sums of `block.station`, at all nodes where the round may stop. Grid: (tiles, B)."""
+    req = request(batch, tl.program_id(1).to(tl.int64))
     if batch.traits.OVERLAP:
+        cuda.gdc_launch_dependents()  # they wait for the end of this, and are there when it comes
         cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
-    line = line_of(batch, req, node)
-    accepted, may, weight = tl.load(out.accepted + req.b), tl.load(line + CANDIDATE), tl.load(line + WEIGHT)
-    p_law, q_law = _laws(batch, req, node)
-    if (accepted < 0) & (may > 0):
-        sum_excess(batch, req, node, p_law, q_law, tl.exp(weight), tile * CHUNKS)
+    i = tl.arange(0, batch.traits.KP)
+    line = line_of(batch, req, i)
+    accepted = tl.load(out.accepted + req.b)
+    may = tl.load(line + CANDIDATE, mask=i < req.length, other=0.0)
+    weight = tl.load(line + WEIGHT, mask=i < req.length, other=0.0)
+    for n in range(0, tl.where(accepted < 0, req.length, 0)):
+        node = n + tl.zeros((), tl.int32)
+        if pick(may, node) > 0:
+            p_law, q_law = _laws(batch, req, node)
+            sum_excess(
+                batch, req, node, p_law, q_law, tl.exp(pick(weight, node)), tl.program_id(0) * PER_TILE, PER_TILE
+            )
 
 
 @triton.jit
@@ -126,7 +132,8 @@ def block_close(batch, out):
             weight = tl.exp(tl.load(line_of(batch, req, accepted) + WEIGHT))
             share += 1.0
         p_law, q_law = _laws(batch, req, accepted)
-        closing = draw_excess(batch, req, accepted, p_law, q_law, weight, share, 0)
+        masses = chunk_masses(batch, req, accepted, p_law)
+        closing = draw_excess(batch, req, accepted, p_law, q_law, weight, share, masses, 0)
         write(batch, out, req, accepted, closing, fault)
 
 
@@ -139,7 +146,7 @@ def _stops(batch, req, node):
     stops = node == 0
     if (node > 0) & may:
         c = tl.arange(0, batch.traits.NP)
-        sums = tl.load(excess_sums(batch, req, node, c), mask=c < batch.sizes.C, other=0.0)
+        sums = tl.load(excess_sums(batch, req, node, c), mask=c < req.C, other=0.0)
         mass = tl.sum(sums.to(tl.float64), 0)
         coin = tl.sum(uniform(req.seed, req.start, ACCEPT, node - 1 + tl.arange(0, 1), 0), 0)
         stops = (log_weight == 0) | (coin * (mass + (1 - tl.exp(log_weight))) < mass)

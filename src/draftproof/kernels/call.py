@@ -48,6 +48,11 @@ class Call:
     def R(self) -> int:  # noqa: N802
         return self.V if self.draft_logits is None else self.draft_logits.shape[-1]
 
+    @property
+    def weighs_draft(self) -> bool:
+        """Whether the verdict depends on the law that the draft was drawn from."""
+        return self.draft_logits is not None and self.K > 0 and self.parameters.warm and self.rule != "coupled"
+
     def check(self) -> None:
         """Refuse what the kernels would get wrong. Looks at shapes and types only: nothing is waited for."""
         if self.rule not in RULES:

@@ -1,6 +1,7 @@
 """Cutoffs that lie deep in a row: borders drawn closer by passes over its slices, until few logits are between them.
 
-For the rows that `settle` has left in its queue: a flat row's nucleus, a k of many thousands.
+For the rows that `settle` has left in its queue: a flat row's nucleus, a k of many hundreds. A sample of the row tells
+where to look, and mostly one pass is enough to know that it told the truth.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -9,27 +10,31 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.cutoff import Place, line_of_work, list_slices, masked_sums, mass_of, read_four
-from draftproof.kernels.layout import FEW, QUEUE, QUEUED, SLICE
+from draftproof.kernels.cutoff import Place, answer, ask, line_of_work, masked_sums
+from draftproof.kernels.exponent import near_exp2, slope_of
+from draftproof.kernels.layout import FEW, PER_CHUNK, QUEUE, QUEUED
 from draftproof.kernels.orders import key, value
-from draftproof.kernels.request import request
-from draftproof.kernels.settle import bounds_of, filters_of, floor_of, summary_of, write_settled
+from draftproof.kernels.request import request, whole
+from draftproof.kernels.settle import bound_of, filters_of, floor_of, summary_of, write_row
 from draftproof.kernels.shortlist import cut, gather
 
 PIVOTS = tl.constexpr(8)
-INFINITY = tl.constexpr(0x7F800000)  # the key of +inf
+NEAR = tl.constexpr(0.01)  # exponents between what a sample tells and the innermost pivots
+STEPS = tl.constexpr(18)  # of bisection in a sample
 FAR = tl.constexpr(60.0)  # exponents under the peak: what lies further down is rarely looked for
 
 
 class Span(NamedTuple):
-    """Two borders, as keys, between which the cutoff lies; number and mass of the logits that reach each of them."""
+    """Two borders, as keys, between which the cutoff lies, and how much reaches each of them.
+
+    How much: the number of logits where the k-th is looked for, else their mass; of the lower border `upto`, of the
+    upper one `above`.
+    """
 
     first: Any
     last: Any
-    first_count: Any
-    first_mass: Any
-    last_count: Any
-    last_mass: Any
+    upto: Any
+    above: Any
 
 
 @triton.jit
@@ -37,14 +42,13 @@ class Span(NamedTuple):
 def settle_deep(batch, LINES: tl.constexpr):
     """Twin: `filters._cut`. Grid: any; the programs share the queue. LINES: slices read at a time."""
     if batch.traits.OVERLAP:
+        cuda.gdc_launch_dependents()  # they wait for the end of this, and are there when it comes
         cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
     n, count = tl.program_id(0), tl.load(line_of_work(batch, 0) + QUEUED).to(tl.int32)
     while n < count:
         line = tl.load(line_of_work(batch, n.to(tl.int64)) + QUEUE).to(tl.int64)
-        rows = batch.sizes.J + batch.sizes.K
-        req = request(batch, line // rows)
-        _settle_row(batch, req, (line % rows).to(tl.int32), LINES)
+        rows = 2 * whole(batch.sizes.K) + 1
+        _settle_row(batch, request(batch, line // rows), (line % rows).to(tl.int32), LINES)
         n += tl.num_programs(0)
 
 
@@ -55,134 +59,149 @@ def _settle_row(batch, req, row, LINES: tl.constexpr):
     scale = 1.0 / filters.temperature
     summary = summary_of(batch, req, row, scale)
     floor = floor_of(filters, summary.peak, scale)
-    low, high = bounds_of(filters, summary, floor, scale)
-    count = list_slices(batch, req, row, summary.m, low)
-    place = Place(row=row, count=count, peak=summary.peak, scale=scale)
-    edge = _search(batch, req, place, low, high, filters.k, filters.top_p, summary.total, LINES)
+    low = bound_of(filters, summary, floor, scale)
+    count = req.C * PER_CHUNK  # nearly all may hold it: a list would only have to be waited for
+    place = Place(row=row, count=count, listed=0, peak=summary.peak, scale=scale)
+    edge = low
+    if (filters.k > 0) | (filters.top_p < 1):
+        edge = _search(batch, req, place, low, filters.k, filters.top_p, summary.total, LINES)
     cutoff = tl.maximum(floor, edge)
     kept = masked_sums(batch, req, place, cutoff, LINES)
-    write_settled(batch, req, row, cutoff, scale * summary.peak.to(tl.float64), kept)
+    write_row(batch, req, row, cutoff, scale * summary.peak.to(tl.float64), kept)
 
 
 @triton.jit
 @no_type_check
-def _search(batch, req, place, low, high, k, top_p, total, LINES: tl.constexpr):
+def _search(batch, req, place, low, k, top_p, total, LINES: tl.constexpr):
     """Twin: the cutoffs of `filters._cut_sorted` and `filters._nucleus`. The row's cutoff by top-k, then top-p on that.
 
-    It lies in [low, high). `k` of 0 and `top_p` of 1 are off; `total` is the row's mass.
+    It is not under `low`. `k` of 0 and `top_p` of 1 are off; `total` is the row's mass.
     """
     by_mass, goal = k == 0, tl.where(k == 0, top_p * total, k.to(tl.float64))
-    cutoff = low
-    first, last = key(low).to(tl.int64), key(high).to(tl.int64)
-    searching = (k > 0) | (top_p < 1)
+    end = key(place.peak).to(tl.int64) + 1
+    none = tl.zeros((), tl.float64)
+    span = Span(first=key(low).to(tl.int64), last=end, upto=tl.where(by_mass, total, 0.0), above=none)
+    guess = _sampled(batch, req, place, low, goal, by_mass, total, LINES)
+    near = NEAR / place.scale.to(tl.float32)
+    cutoff, searching = low, place.count > 0
     while searching:
-        span = _span(batch, req, place, first, last, LINES)
-        while _many(span):
-            span = _narrow(batch, req, place, span, goal, by_mass, LINES)
-        cutoff, mass = _finish(batch, req, place, span, tl.where(by_mass, 0, k), top_p, goal, LINES)
-        few = span.first_count - span.last_count <= FEW
-        searching = (not by_mass) & (top_p < 1) & (not (few & (span.last_count == 0)))
-        first, last = key(cutoff).to(tl.int64), tl.zeros((), tl.int64) + INFINITY
-        by_mass, goal = by_mass | True, top_p * mass
+        span, goal = _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass, LINES)
+        guess, near = _between(place, span, goal)
+        closed = span.last - span.first <= 1
+        if closed | (_number(place, span, by_mass) <= FEW):
+            found = gather(batch, req, place, value(span.first), value(span.last), LINES)
+            if closed | (found <= FEW):
+                rank = tl.where(by_mass, 0, k - span.above.to(tl.int32))
+                cutoff = value(span.first)  # where there are more than few, they are all equal
+                if found <= FEW:
+                    edge, _ = cut(batch, req, place, found, rank, 1.0, goal, span.above, low, FEW)
+                    cutoff = tl.where(edge < float("inf"), edge, cutoff)
+                # what the k largest have of mass is not known yet: a goal below 0
+                searching = (not by_mass) & (top_p < 1)
+                by_mass, goal = by_mass | True, none - 1.0
+                span = Span(first=key(cutoff).to(tl.int64), last=end, upto=none, above=none)
+                guess = cutoff
     return cutoff
 
 
 @triton.jit
 @no_type_check
-def _many(span):
-    """Whether there are too many logits between the borders, and not because they are all equal."""
-    return (span.first_count - span.last_count > FEW) & (span.last - span.first > 1)
+def _number(place, span, by_mass):
+    """How many logits are between the borders, at most: where masses are known, all have at least the lower one's."""
+    least = tl.exp((value(span.first) - place.peak).to(tl.float64) * place.scale)
+    return (span.upto - span.above) / tl.where(by_mass, least, 1.0)
 
 
 @triton.jit
 @no_type_check
-def _measure(batch, req, place, borders, LINES: tl.constexpr):
-    """Number and mass, float64, of the logits that reach each of `borders` [P]. One pass over the listed slices.
+def _weights(x, place, by_mass):
+    """What counts of logits x: their masses relative to the peak's, or that they are."""
+    slope = slope_of(place.scale)
+    offset = place.peak * slope
+    made_up = tl.exp2(tl.fma(-place.peak, slope, offset))  # for the rounding of the offset
+    return tl.where(by_mass, near_exp2(tl.fma(x, slope, -offset)) * made_up, tl.where(x > float("-inf"), 1.0, 0.0))
 
-    Each thread adds up its own logits, one in 32 of a slice's, and only the last sums cross from thread to thread.
+
+@triton.jit
+@no_type_check
+def _sampled(batch, req, place, low, goal, by_mass, total, LINES: tl.constexpr):
+    """Where the goal would be if all slices were like LINES of them.
+
+    Of masses those below are summed: what lies above is in few logits, which a sample may miss.
     """
-    SEGMENT: tl.constexpr = SLICE if batch.traits.EDITED or batch.traits.MASKED else batch.traits.SEGMENT
-    count = tl.zeros([borders.shape[0], LINES, SEGMENT], tl.int32)
-    mass = tl.zeros([borders.shape[0], LINES, SEGMENT], tl.float32)
-    for n in range(0, place.count, 4 * LINES):
-        _, x = read_four(batch, req, place, n, LINES)
-        for i in tl.static_range(4):
-            reach = (x[i][None] >= borders[:, None, None, None]) & (x[i] > float("-inf"))[None]
-            count += tl.sum(reach.to(tl.int32), 3)
-            mass += tl.sum(tl.where(reach, mass_of(x[i], place)[None], 0.0), 3)
-    return tl.sum(tl.sum(count, 2), 1), tl.sum(tl.sum(mass.to(tl.float64), 2), 1)
+    every = tl.maximum(place.count.to(tl.float32) / LINES, 1.0)
+    which, raw = ask(batch, req, place, (tl.arange(0, LINES) * every).to(tl.int32))
+    x = answer(batch, req, place, which, raw)
+    w = _weights(x, place, by_mass)
+    bottom = tl.maximum(low, place.peak - FAR / place.scale.to(tl.float32))
+    first, last = key(bottom).to(tl.int64), key(place.peak).to(tl.int64) + 1
+    for _ in range(STEPS):
+        middle = (first + last) // 2
+        counted = tl.where((x >= value(middle)) == by_mass, 0.0, w)
+        part = tl.sum(tl.sum(tl.sum(counted, 2), 1), 0) * every
+        enough = tl.where(by_mass, total - part, part.to(tl.float64)) >= goal
+        first, last = tl.where(enough, middle, first), tl.where(enough, last, middle)
+    return value(first)
 
 
 @triton.jit
 @no_type_check
-def _span(batch, req, place, first, last, LINES: tl.constexpr):
-    """Number and mass of the logits that reach each of two borders."""
-    lower = tl.arange(0, 2) == 0
-    counts, masses = _measure(batch, req, place, tl.where(lower, value(first), value(last)), LINES)
-    return Span(
-        first=first,
-        last=last,
-        first_count=tl.sum(tl.where(lower, counts, 0), 0),
-        first_mass=tl.sum(tl.where(lower, masses, 0.0), 0),
-        last_count=tl.sum(tl.where(lower, 0, counts), 0),
-        last_mass=tl.sum(tl.where(lower, 0.0, masses), 0),
-    )
-
-
-@triton.jit
-@no_type_check
-def _narrow(batch, req, place, span, goal, by_mass, LINES: tl.constexpr):
-    """Borders closer to each other, by one pass."""
-    last = tl.minimum(span.last, key(place.peak).to(tl.int64) + 1)
+def _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass, LINES: tl.constexpr):
+    """Borders closer to each other, by one pass over the row; and the goal, if that was not known."""
     first = span.first
     if by_mass:  # what lies lower has no mass in float64
         first = tl.maximum(first, key(place.peak - 800.0 / place.scale.to(tl.float32)).to(tl.int64))
-    pivots = _pivots(place, first, last, span, goal, by_mass)
-    counts, masses = _measure(batch, req, place, value(pivots), LINES)
-    enough = tl.where(by_mass, masses, counts.to(tl.float64)) >= goal  # the cutoff does not lie under these
-    lower, upper = tl.max(tl.where(enough, pivots, first), 0), tl.min(tl.where(enough, last, pivots), 0)
-    at_lower, at_upper = enough & (pivots == lower), (pivots == upper) & ~enough
-    none_lower, none_upper = lower == first, upper == last
+    pivots = _pivots(first, span.last, guess, near)
+    upto = _measure(batch, req, place, value(pivots), by_mass, LINES)
+    lowest = tl.max(tl.where(pivots == first, upto, 0.0), 0)
+    goal = tl.where(goal < 0, top_p * lowest, goal)
+    enough = (upto >= goal) | (pivots == first)  # the cutoff does not lie under these
+    lower, upper = tl.max(tl.where(enough, pivots, first), 0), tl.min(tl.where(enough, span.last, pivots), 0)
     return Span(
         first=lower,
         last=upper,
-        first_count=tl.where(none_lower, span.first_count, tl.max(tl.where(at_lower, counts, 0), 0)),
-        first_mass=tl.where(none_lower, span.first_mass, tl.max(tl.where(at_lower, masses, 0.0), 0)),
-        last_count=tl.where(none_upper, span.last_count, tl.max(tl.where(at_upper, counts, 0), 0)),
-        last_mass=tl.where(none_upper, span.last_mass, tl.max(tl.where(at_upper, masses, 0.0), 0)),
-    )
+        upto=tl.max(tl.where(pivots == lower, upto, 0.0), 0),
+        above=tl.where(upper == span.last, span.above, tl.max(tl.where(pivots == upper, upto, 0.0), 0)),
+    ), goal
 
 
 @triton.jit
 @no_type_check
-def _pivots(place, first, last, span, goal, by_mass):
-    """Where to look, as keys: pairs ever wider around the place where the goal would be if logits were evenly spread
-    between the borders, and the middle of the keys on either side of it, so that at most half of them remain."""
+def _pivots(first, last, guess, near):
+    """Where to look, as keys: the lower border, the middle of the keys, and pairs ever wider around a guess."""
     p = tl.arange(0, PIVOTS)
-    top = tl.where(by_mass, span.last_mass, span.last_count.to(tl.float64))
-    width = tl.where(by_mass, span.first_mass - span.last_mass, (span.first_count - span.last_count).to(tl.float64))
-    share = tl.minimum(tl.maximum((goal - top) / width, 0.0), 1.0).to(tl.float32)
-    high = tl.minimum(value(last), place.peak)
-    low = tl.maximum(value(first), place.peak - FAR / place.scale.to(tl.float32))
-    extent = tl.maximum(high - low, 0.0)
-    near = extent / tl.where(p < 2, 64.0, tl.where(p < 4, 16.0, 4.0))
-    guess = high - share * extent
-    inner = key(tl.where(p % 2 == 0, guess - near, guess + near)).to(tl.int64)
-    middle = tl.minimum(tl.maximum(key(guess).to(tl.int64), first), last)
-    outer = tl.where(p % 2 == 0, first + (middle - first) // 2, last - (last - middle) // 2)
-    return tl.minimum(tl.maximum(tl.where(p < PIVOTS - 2, inner, outer), first + 1), last - 1)
+    apart = tl.where(p < 4, near, tl.where(p < 6, 4 * near, 16 * near))
+    around = key(guess + tl.where(p % 2 == 0, -apart, apart)).to(tl.int64)
+    inside = tl.minimum(tl.maximum(tl.where(p == 1, first + (last - first) // 2, around), first), last - 1)
+    return tl.where(p == 0, first, inside)
 
 
 @triton.jit
 @no_type_check
-def _finish(batch, req, place, span, k, top_p, goal, LINES: tl.constexpr):
-    """The cutoff between borders that have few logits between them, and the mass of all that is at least the k-th."""
-    found = span.first_count - span.last_count
-    if found > FEW:  # they are all equal
-        cutoff, mass = value(span.first), span.first_mass
-    else:
-        gather(batch, req, place, value(span.first), value(span.last), LINES)
-        none = tl.zeros((), tl.float32) + float("-inf")
-        edge, mass, _ = cut(batch, req, place, found, span.last_count, span.last_mass, k, top_p, goal, none)
-        cutoff = tl.where(edge < float("inf"), edge, value(span.first))
-    return cutoff, mass
+def _measure(batch, req, place, borders, by_mass, LINES: tl.constexpr):
+    """How much, float64, reaches each of `borders` [P]. One pass over the row.
+
+    Each thread adds up its own logits, and only the last sums cross from thread to thread.
+    """
+    WIDTH: tl.constexpr = batch.traits.SEGMENT
+    sums = tl.zeros([borders.shape[0], LINES, WIDTH], tl.float32)
+    lines = tl.arange(0, LINES)
+    which, raw = ask(batch, req, place, lines)
+    for n in range(0, place.count, LINES):
+        ahead = ask(batch, req, place, n + LINES + lines)
+        x = answer(batch, req, place, which, raw)
+        w = _weights(x, place, by_mass)
+        sums += tl.sum(tl.where(x[None] >= borders[:, None, None, None], w[None], 0.0), 3)
+        which, raw = ahead
+    return tl.sum(tl.sum(sums.to(tl.float64), 2), 1)
+
+
+@triton.jit
+@no_type_check
+def _between(place, span, goal):
+    """Where the goal is if logits are evenly spread between the borders, and how far from there to look."""
+    share = tl.minimum(tl.maximum((goal - span.above) / (span.upto - span.above), 0.0), 1.0).to(tl.float32)
+    high = tl.minimum(value(span.last), place.peak)
+    low = tl.maximum(value(span.first), place.peak - FAR / place.scale.to(tl.float32))
+    extent = tl.maximum(high - low, 0.0)
+    return high - share * extent, extent / 64

@@ -9,12 +9,12 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from draftproof.kernels.call import Call
-from draftproof.kernels.draws import invert, slice_of, target_running, token_of, tokens_of
+from draftproof.kernels.draws import chunk_masses, invert, slice_of, token_of, tokens_of
 from draftproof.kernels.launch import Step, _hopper, plan, run
-from draftproof.kernels.laws import line_of, numbers_of, target_probs
-from draftproof.kernels.layout import CUTOFF, MASS, NO_TARGET_LAW
-from draftproof.kernels.noise import DRAFT, pair_at
-from draftproof.kernels.numbers import number_all
+from draftproof.kernels.laws import law_of, target_probs
+from draftproof.kernels.layout import NO_TARGET_LAW, SLICE
+from draftproof.kernels.noise import DRAFT, pair
+from draftproof.kernels.numbers import picked, target_settled
 from draftproof.kernels.parameters import Parameters
 from draftproof.kernels.request import request
 from draftproof.kernels.verdict import write
@@ -63,20 +63,17 @@ def plan_draw(call: Call, workspace: Workspace, j: int, *, overlap: bool) -> lis
 def draw(batch, out, j):
     """Twin: `Law.draw` with the drafter's own noise. Grid: (B,)."""
     req = request(batch, tl.program_id(0).to(tl.int64))
-    first, second = pair_at(req.seed, req.start, DRAFT, tl.arange(0, 1), j)
+    first, second = pair(req.seed, req.start, DRAFT, tl.arange(0, 1), j)
     if batch.traits.OVERLAP:
         cuda.gdc_wait()
-    if not batch.traits.FILTERED:
-        number_all(batch, req)
-    line = line_of(batch, req, 0)
-    mass = tl.load(line + MASS)
-    sound = mass == mass
-    token = tl.load(line + CUTOFF).to(tl.int32)
+    settled = picked(target_settled(batch, req), 0)
+    sound = settled.mass == settled.mass
+    token = settled.cutoff.to(tl.int32)
     if (req.temperature > 0) & sound:
-        law = numbers_of(batch, req, 0)
-        chunk = invert(target_running(batch, req, 0, law), tl.sum(first, 0)) + tl.zeros([1], tl.int32)
+        law = law_of(settled, req.temperature)
+        chunk = invert(chunk_masses(batch, req, 0, law), first)
         where, rest = slice_of(batch, req, 0, law, chunk, second)
-        x, _ = token_of(where, target_probs(batch, req, 0, law, tokens_of(where)), rest)
+        x, _ = token_of(where * SLICE, target_probs(batch, req, 0, law, tokens_of(where)), rest)
         token = tl.sum(x, 0)
     fault = tl.where(sound, 0, NO_TARGET_LAW)
     write(batch, out, req, tl.zeros((), tl.int32), tl.where(sound, token, -1), fault)

@@ -4,11 +4,9 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from draftproof.core.draw import CHUNK
-from draftproof.kernels.batch import Batch, Lists, Out, Sizes, Strides, Traits
+from draftproof.kernels.batch import Batch, Lists, Out, Sizes, Strides
 from draftproof.kernels.block import block_close, block_sums, block_walk
 from draftproof.kernels.call import Call
 from draftproof.kernels.coupled import coupled
@@ -16,23 +14,23 @@ from draftproof.kernels.deep import settle_deep
 from draftproof.kernels.scan import scan
 from draftproof.kernels.settle import settle
 from draftproof.kernels.token import token
-from draftproof.kernels.workspace import NUMBERS, PER_CHUNK, PER_TILE, Workspace, chunks, tiles
+from draftproof.kernels.traits import constant, traits_of
+from draftproof.kernels.workspace import NUMBERS, PER_TILE, Workspace, tiles
 
-LARGE: Final = 8
+LARGE: Final = 32
 """Requests from which on a program of the scan may read several tiles: before that there are too few for the device."""
-
 
 DEEP: Final = 132
 """Programs that share the rows whose cutoff lies deep: about as many as the device has processors."""
 
-LINES: Final = 16
-"""Slices that a search for a cutoff asks for at a time, four times over before it works on the first."""
+LINES: Final = 32
+"""Slices that a search for a cutoff asks for at a time."""
 
 CROWDED: Final = 80
-"""Registers of a thread of `settle` where there are many rows: three programs then share a processor."""
+"""Registers of a thread of `settle`: three programs then share a processor."""
 
-LINE_OF_MEMORY: Final = 128
-"""Bytes."""
+ROOM: Final = 128
+"""Registers of a thread of `token` and `block_sums`, which then find room while the kernel before still runs."""
 
 
 class Step(NamedTuple):
@@ -72,26 +70,31 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
     """The launches of a call, in order."""
     batch = _batch(call, workspace, overlap)
     out = Out(workspace.tokens, workspace.accepted, workspace.faults)
-    B, K = call.B, call.K
-    T = batch.sizes.T
-    rows = K + 1 + (K if batch.traits.READ_DRAFT else 0)
+    B, K, T = call.B, call.K, tiles(call.V)
+    rows = K + 1 + (K if call.weighs_draft and call.draft_lse is None else 0)
     # logits of two bytes come in faster than few warps can add them up: each then works on its own, and waits for none
-    step, warps = (2, 1) if batch.traits.TILES.value > 1 else (PER_TILE, 4)
-    steps = [Step(scan, (-(-T // batch.traits.TILES.value), rows, B), (batch, tl.constexpr(step)), warps)]
-    if batch.traits.FILTERED:
-        limit = CROWDED if B >= LARGE else None
-        steps.append(Step(settle, (rows, B), (batch, tl.constexpr(LINES)), 8, limit))
-        steps.append(Step(settle_deep, (min(rows * B, DEEP),), (batch, tl.constexpr(LINES)), 16))
+    many = B >= LARGE and call.target_logits.element_size() < 4
+    step, at_once, warps = (2, 2, 1) if many else (PER_TILE, 1, 4)
+    steps = [_step(scan, (-(-T // at_once), rows, B), batch, (constant(step), constant(at_once)), warps)]
+    if call.parameters.filtered:
+        steps.append(_step(settle, (rows, B), batch, (constant(LINES),), 8, CROWDED))
+        steps.append(_step(settle_deep, (min(rows * B, DEEP),), batch, (constant(LINES),), 16))
     if call.rule == "coupled":
-        return [*steps, Step(coupled, (B,), (batch, out), 8)]
-    if call.rule == "token" or call.draft_logits is None or K == 0:  # without a law the two rules are one
-        return [*steps, Step(token, (B,), (batch, out), 8)]
+        return [*steps, _step(coupled, (B,), batch, (out,), 8)]
+    if call.rule == "token" or not call.weighs_draft:  # without a law of the draft the two rules are one
+        return [*steps, _step(token, (B,), batch, (out,), 8, ROOM)]
     return [
         *steps,
-        Step(block_walk, (B,), (batch, out), 8),
-        Step(block_sums, (T, K, B), (batch, out), 4),
-        Step(block_close, (B,), (batch, out), 8),
+        _step(block_walk, (B,), batch, (out,), 8),
+        _step(block_sums, (T, B), batch, (out,), 4, ROOM),
+        _step(block_close, (B,), batch, (out,), 8),
     ]
+
+
+def _step(
+    kernel: Any, grid: tuple[int, ...], batch: Batch, others: tuple[Any, ...], warps: int, most: int | None = None
+) -> Step:
+    return Step(kernel, grid, (batch._replace(traits=batch.traits[kernel.__name__]), *others), warps, most)
 
 
 def _hand_over(call: Call, draft_lse: Tensor, workspace: Workspace) -> None:
@@ -109,20 +112,20 @@ def _hand_over(call: Call, draft_lse: Tensor, workspace: Workspace) -> None:
 
 
 def _batch(call: Call, workspace: Workspace, overlap: bool) -> Batch:
+    """With the traits of all kernels, by name."""
     V, K, parameters, edits = call.V, call.K, call.parameters, call.edits
     draft = call.target_logits if call.draft_logits is None else call.draft_logits
     nothing = parameters.ints  # stands for a pointer that is never followed
-    traits = _traits(
-        call.draft_logits is not None and call.rule != "coupled",
+    traits = traits_of(
+        call.weighs_draft,
         call.draft_lse is None,
         parameters.filtered,
         edits is not None,
         call.allowed is not None,
         call.draft_entries is not None,
         overlap,
-        call.target_logits.element_size(),
-        draft.element_size(),
-        call.B >= LARGE,
+        call.target_logits.dtype,
+        draft.dtype,
         K,
         V,
     )
@@ -134,61 +137,18 @@ def _batch(call: Call, workspace: Workspace, overlap: bool) -> Batch:
         allowed=nothing if call.allowed is None else call.allowed,
         floats=parameters.floats,
         ints=parameters.ints,
-        edits=Lists(nothing, nothing, nothing, 0)
+        edits=Lists(nothing, nothing, nothing, 0.0)
         if edits is None
-        else Lists(edits.first, edits.tokens, edits.values, edits.tokens.shape[-1]),
+        else Lists(edits.first, edits.tokens, edits.values, float(edits.tokens.shape[-1])),
         stats=workspace.stats,
         slices=workspace.slices,
         tiles=workspace.tiles,
         numbers=workspace.numbers,
-        work=workspace.work if parameters.filtered else nothing,
-        trials=workspace.trials,
+        work=workspace.work,
         strides=Strides(*_strides(call.target_logits), *_strides(draft), *_strides(call.allowed)),
-        sizes=Sizes(K + 1, K, V, call.R, chunks(V), tiles(V)),
+        sizes=Sizes(float(K), V, call.R),
         traits=traits,
     )
-
-
-@lru_cache(maxsize=1024)
-def _traits(
-    drawn: bool,
-    measured: bool,
-    filtered: bool,
-    edited: bool,
-    masked: bool,
-    mapped: bool,
-    overlap: bool,
-    size: int,
-    draft_size: int,
-    large: bool,
-    K: int,
-    V: int,
-) -> Traits:
-    """Remembered: the host spends longer on them than the device on a small batch."""
-    slice_size = CHUNK // PER_CHUNK
-    as_slices = edited or masked  # edits are put in slice by slice
-    values = Traits(
-        DRAWN=drawn,
-        READ_DRAFT=drawn and measured,
-        FILTERED=filtered,
-        EDITED=edited,
-        MASKED=masked,
-        MAPPED=mapped,
-        OVERLAP=overlap,
-        SEGMENT=slice_size if as_slices else LINE_OF_MEMORY // size,
-        DRAFT_SEGMENT=slice_size if as_slices else LINE_OF_MEMORY // draft_size,
-        TILES=2 if large and size < 4 else 1,
-        KP=_power_of_2(K + 1),
-        NP=_power_of_2(chunks(V)),
-        TP=_power_of_2(tiles(V)),
-        NS=_power_of_2(chunks(V) * PER_CHUNK),
-    )
-    return Traits(*(tl.constexpr(value) for value in values))
-
-
-def _power_of_2(n: int) -> int:
-    """The smallest that is at least n. Triton's own takes the host a hundred times as long."""
-    return 1 << (n - 1).bit_length()
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, int]:

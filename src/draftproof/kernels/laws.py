@@ -6,17 +6,9 @@ import triton
 import triton.language as tl
 
 from draftproof.kernels.exponent import power, slope_of
-from draftproof.kernels.layout import BASE, CENTRE, CUTOFF, GAIN, MASS, NO_DRAFT_LAW, NO_SUCH_TOKEN, NUMBERS
-from draftproof.kernels.numbers import lse_at
-from draftproof.kernels.request import law_row
+from draftproof.kernels.layout import CENTRE, CUTOFF, GAIN, NO_DRAFT_LAW, NO_SUCH_TOKEN
+from draftproof.kernels.numbers import line_of
 from draftproof.kernels.rows import entry_of, take_draft, take_target
-
-
-@triton.jit
-@no_type_check
-def line_of(batch, req, row):
-    """Where the numbers of a law row stand."""
-    return batch.numbers + law_row(batch, req, row) * NUMBERS
 
 
 class Numbers(NamedTuple):
@@ -30,24 +22,10 @@ class Numbers(NamedTuple):
 
 @triton.jit
 @no_type_check
-def numbers_of(batch, req, row):
-    """Of a target row, from its log-sum-exp."""
-    return _numbers(line_of(batch, req, row), req.temperature)
-
-
-@triton.jit
-@no_type_check
-def draft_numbers_of(batch, req, row):
-    """Of a draft row; of one that is never looked at, anything."""
-    return _numbers(draft_line_of(batch, req, row), warm(req.draft_temperature))
-
-
-@triton.jit
-@no_type_check
-def _numbers(line, temperature):
-    centre, gain = _centred(lse_at(line), temperature)
-    cutoff = tl.load(line + CUTOFF).to(tl.float32)
-    return Numbers(slope=slope_of(1.0 / temperature), centre=centre, gain=gain, cutoff=cutoff)
+def law_of(row, temperature):
+    """Of a row of these numbers (`Settled`); of one that is never looked at, anything."""
+    centre, gain = _centred(row.base + tl.log(row.mass), temperature)
+    return Numbers(slope=slope_of(1.0 / temperature), centre=centre, gain=gain, cutoff=row.cutoff.to(tl.float32))
 
 
 @triton.jit
@@ -61,7 +39,7 @@ def _centred(lse, temperature):
 @triton.jit
 @no_type_check
 def draft_line_of(batch, req, row):
-    return line_of(batch, req, batch.sizes.J + tl.minimum(row, batch.sizes.K - 1))
+    return line_of(batch, req, req.J + tl.minimum(row, req.K - 1))
 
 
 @triton.jit
@@ -73,18 +51,9 @@ def warm(temperature):
 
 @triton.jit
 @no_type_check
-def write_centres(batch, req, i):
-    """Write down centre and gain of target and draft rows `i` [S], for kernels whose many programs all need them."""
-    _write_centre(line_of(batch, req, i), req.temperature, i < batch.sizes.J)
-    if batch.traits.DRAWN:
-        _write_centre(draft_line_of(batch, req, i), warm(req.draft_temperature), i < req.length)
-
-
-@triton.jit
-@no_type_check
-def _write_centre(line, temperature, there):
-    base, mass = tl.load(line + BASE, mask=there, other=0.0), tl.load(line + MASS, mask=there, other=1.0)
-    centre, gain = _centred(base + tl.log(mass), temperature)
+def write_centres(line, there, settled, temperature):
+    """Write down centre and gain of rows whose numbers stand at `line` [S], for programs that all need them."""
+    centre, gain = _centred(settled.base + tl.log(settled.mass), temperature)
     tl.store(line + CENTRE, centre.to(tl.float64), mask=there)
     tl.store(line + GAIN, gain.to(tl.float64), mask=there)
 
@@ -110,12 +79,10 @@ def _probs(x, law):
 
 @triton.jit
 @no_type_check
-def log_probs(x, scale, numbers, there):
-    """Twin: `Law.log_probs`. float64, −inf below the cutoff; `numbers` [S]: where the rows' lines begin."""
-    cutoff = tl.load(numbers + CUTOFF, mask=there, other=0.0)
-    lse = tl.load(numbers + BASE, mask=there, other=0.0) + tl.log(tl.load(numbers + MASS, mask=there, other=1.0))
+def log_probs(x, scale, settled):
+    """Twin: `Law.log_probs`. float64, −inf below the cutoff, of one logit x [S] in each row."""
     x = x.to(tl.float64)
-    return tl.where(x < cutoff, float("-inf"), scale * x - lse)
+    return tl.where(x < settled.cutoff, float("-inf"), scale * x - (settled.base + tl.log(settled.mass)))
 
 
 class Drafted(NamedTuple):
@@ -134,7 +101,7 @@ def drafted_of(batch, req):
     """What can be known of the draft before any law is: two logits a token."""
     i = tl.arange(0, batch.traits.KP)
     there = i < req.length
-    x = tl.load(batch.drafted + req.b * batch.sizes.K + i, mask=there, other=-1)
+    x = tl.load(batch.drafted + req.b * req.K + i, mask=there, other=-1)
     known = there & (x >= 0) & (x < batch.sizes.V)
     o = tl.where(known, x, -1).to(tl.int32)
     target = tl.sum(take_target(batch, req, i, o[:, None]), 1)
@@ -147,18 +114,17 @@ def drafted_of(batch, req):
 
 @triton.jit
 @no_type_check
-def log_ratios(batch, req, drafted):
-    """Twin: `chain.log_ratios`, for a request that is not greedy.
+def log_ratios(batch, req, drafted, p, q):
+    """Twin: `chain.log_ratios`, for a request that is not greedy. p and q: its rows' numbers.
 
     Returns the ratios, float64, NaN where a row is no law, and what is wrong with the draft, as bits.
     """
     known = drafted.known
     fault = tl.max((drafted.there & ~known).to(tl.int32), 0) * NO_SUCH_TOKEN
-    line = line_of(batch, req, drafted.i)
-    ratio = log_probs(drafted.target, 1.0 / req.temperature, line, known)
+    ratio = log_probs(drafted.target, 1.0 / req.temperature, p)
     ratio = tl.where(known, ratio, float("-inf"))
     if batch.traits.DRAWN:
-        log_q = log_probs(drafted.draft, 1.0 / warm(req.draft_temperature), line + batch.sizes.J * NUMBERS, known)
+        log_q = log_probs(drafted.draft, 1.0 / warm(req.draft_temperature), q)
         log_q = tl.where(req.draft_temperature > 0, tl.where(known, log_q, 0.0), 0.0)
         # an impossible draft token was not drawn from this law, and then nothing here would be exact
         fault |= tl.max((~(log_q > float("-inf"))).to(tl.int32), 0) * NO_DRAFT_LAW
@@ -170,7 +136,7 @@ def log_ratios(batch, req, drafted):
 @no_type_check
 def draft_prob_of(batch, req, row, law, x):
     """Twin: `chain.draft_prob_of`. q of tokens x [T] at one draft row."""
-    q = (x == tl.load(batch.drafted + req.b * batch.sizes.K + row)).to(tl.float32)
+    q = (x == tl.load(batch.drafted + req.b * req.K + row)).to(tl.float32)
     if batch.traits.DRAWN:  # noqa: SIM102  (one is known when compiling, the other is not)
         if req.draft_temperature > 0:
             q = _probs(tl.sum(take_draft(batch, req, row + tl.zeros_like(x), entry_of(batch, x)[:, None]), 1), law)
@@ -188,7 +154,7 @@ def target_probs(batch, req, row, law, o):
 @no_type_check
 def draft_probs(batch, req, row, law, o):
     """Twin: `chain.draft_probs`. q of tokens `o` at one draft row, float32; a point mass where it was chosen."""
-    q = (o == tl.load(batch.drafted + req.b * batch.sizes.K + row)).to(tl.float32)
+    q = (o == tl.load(batch.drafted + req.b * req.K + row)).to(tl.float32)
     if batch.traits.DRAWN:  # noqa: SIM102  (one is known when compiling, the other is not)
         if req.draft_temperature > 0:
             entry = entry_of(batch, o)
@@ -206,5 +172,5 @@ def draft_probs(batch, req, row, law, o):
 def excess(batch, req, row, p_law, q_law, weight, share, o):
     """Twin: `chain.excess`. max(0, w·p − share·q) of tokens `o` [S, W], float32; share is 1, or 0 where no q is."""
     p = target_probs(batch, req, row, p_law, o) * weight.to(tl.float32)
-    q = draft_probs(batch, req, tl.minimum(row, batch.sizes.K - 1), q_law, o)
+    q = draft_probs(batch, req, tl.minimum(row, req.K - 1), q_law, o)
     return tl.maximum(tl.where(share > 0, p - q, p), 0.0)

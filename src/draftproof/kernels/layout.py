@@ -13,7 +13,6 @@ from draftproof.kernels.workspace import FEW as _FEW
 from draftproof.kernels.workspace import NUMBERS as _NUMBERS
 from draftproof.kernels.workspace import PER_CHUNK as _PER_CHUNK
 from draftproof.kernels.workspace import PER_TILE as _PER_TILE
-from draftproof.kernels.workspace import TRIALS_PLACES as _TRIALS_PLACES
 from draftproof.kernels.workspace import WORK as _WORK
 
 CHUNK = tl.constexpr(_CHUNK)
@@ -52,7 +51,6 @@ GAIN = tl.constexpr(6)
 NO_TARGET_LAW = tl.constexpr(1)
 NO_DRAFT_LAW = tl.constexpr(2)
 NO_SUCH_TOKEN = tl.constexpr(4)
-TRIALS_PLACES = tl.constexpr(_TRIALS_PLACES)
 
 # Workspace.work, float32, one line a law row: FEW logits, a place of the queue, the queue's length, a list of slices
 WORK = tl.constexpr(_WORK)

@@ -13,7 +13,36 @@ CLOSE = tl.constexpr(int(Site.CLOSE))
 THIN = tl.constexpr(int(Site.THIN))
 POSITION = tl.constexpr(int(Site.POSITION))
 
+ROUND_A, ROUND_B = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+KEY_A, KEY_B = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 HALF_STEP = tl.constexpr(2.0**-54)
+
+
+@triton.jit
+@no_type_check
+def words(seed, start, site: tl.constexpr, lanes, j):
+    """Twin: `noise.philox`. Four words for each lane; the rounds in a loop, which is compiled ten times as fast."""
+    c0 = lanes.to(tl.uint32)
+    c1, c2, c3 = tl.zeros_like(c0) + j, tl.zeros_like(c0) + start.to(tl.uint32), tl.zeros_like(c0) + site
+    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    for _ in range(10):
+        high, low = tl.umulhi(c2, ROUND_B), _times(c2, ROUND_B)
+        c2, c3 = tl.umulhi(c0, ROUND_A) ^ c3 ^ k1, _times(c0, ROUND_A)
+        c0, c1 = high ^ c1 ^ k0, low
+        k0, k1 = _plus(k0, KEY_A), _plus(k1, KEY_B)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+@no_type_check
+def _times(a, b):
+    return tl.mul(a, b, sanitize_overflow=False)
+
+
+@triton.jit
+@no_type_check
+def _plus(a, b):
+    return tl.add(a, b, sanitize_overflow=False)
 
 
 @triton.jit
@@ -28,23 +57,15 @@ def unit(high, low):
 @no_type_check
 def uniform(seed, start, site: tl.constexpr, lanes, j: tl.constexpr):
     """Twin: `Noise.uniform`."""
-    a, b, _, _ = tl.philox(seed, lanes.to(tl.uint32), j, start.to(tl.uint32), site)
+    a, b, _, _ = words(seed, start, site, lanes, tl.full((), j, tl.uint32))
     return unit(a, b)
 
 
 @triton.jit
 @no_type_check
-def pair(seed, start, site: tl.constexpr, lanes, j: tl.constexpr):
+def pair(seed, start, site: tl.constexpr, lanes, j):
     """Twin: `Noise.pair`."""
-    a, b, c, d = tl.philox(seed, lanes.to(tl.uint32), j, start.to(tl.uint32), site)
-    return unit(a, b), unit(c, d)
-
-
-@triton.jit
-@no_type_check
-def pair_at(seed, start, site: tl.constexpr, lanes, j):
-    """Twin: `Noise.pair`, for a j that is known when the kernel runs."""
-    a, b, c, d = tl.philox(seed, lanes.to(tl.uint32), j.to(tl.uint32), start.to(tl.uint32), site)
+    a, b, c, d = words(seed, start, site, lanes, tl.full((), j, tl.uint32))
     return unit(a, b), unit(c, d)
 
 

@@ -19,6 +19,7 @@ def launch_op(call: Call, workspace: Workspace) -> None:
         [] if edits is None else [edits.tokens, edits.values, edits.first],
         call.rule,
         call.parameters.filtered,
+        call.parameters.warm,
         workspace.tokens,
         workspace.accepted,
         workspace.faults,
@@ -27,13 +28,12 @@ def launch_op(call: Call, workspace: Workspace) -> None:
         workspace.numbers,
         workspace.work,
         workspace.tiles,
-        workspace.trials,
     )
 
 
 @torch.library.custom_op(
     "draftproof::verify_rows",
-    mutates_args=("tokens", "accepted", "faults", "stats", "slices", "numbers", "work", "tiles", "trials"),
+    mutates_args=("tokens", "accepted", "faults", "stats", "slices", "numbers", "work", "tiles"),
 )
 def _verify(
     given: list[Tensor],
@@ -41,6 +41,7 @@ def _verify(
     edits: list[Tensor],
     rule: str,
     filtered: bool,
+    warm: bool,
     tokens: Tensor,
     accepted: Tensor,
     faults: Tensor,
@@ -49,16 +50,15 @@ def _verify(
     numbers: Tensor,
     work: Tensor,
     tiles: Tensor,
-    trials: Tensor,
 ) -> None:
     target, drafted, floats, ints = given
     draft, allowed, entries, lse, cutoff = optional
-    parameters = Parameters(floats, ints, filtered)
+    parameters = Parameters(floats, ints, filtered, warm)
     some = Edits(*edits) if edits else None
     call = Call(target, drafted, draft, parameters, rule, some, allowed, entries, lse, cutoff)
-    launch(call, Workspace(tokens, accepted, faults, stats, slices, numbers, work, tiles, trials))
+    launch(call, Workspace(tokens, accepted, faults, stats, slices, numbers, work, tiles))
 
 
 @_verify.register_fake
-def _(given, optional, edits, rule, filtered, *memory) -> None:  # type: ignore[no-untyped-def]
+def _(given, optional, edits, rule, filtered, warm, *memory) -> None:  # type: ignore[no-untyped-def]
     """It returns nothing: what it writes is the caller's own memory."""

@@ -23,12 +23,14 @@ class Parameters:
     ints      seeds; positions, the index of the first token the round emits; lengths of the drafts; top_k (0: off)
               and the draft's; target_rows and draft_rows, where a request's logits begin: its index in the batch, or
               its first row where the logits are ragged
-    filtered  whether any request, or its draft, may have top_k, top_p or min_p on: False saves a kernel
+    filtered  whether any request, or its draft, may have top_k, top_p or min_p on: False saves two kernels
+    warm      whether any request may have a temperature above 0: False saves all of the draft's rows
     """
 
     floats: Float[Tensor, "B 6"]
     ints: Int[Tensor, "B 8"]
     filtered: bool = True
+    warm: bool = True
 
     def __len__(self) -> int:
         return len(self.floats)
@@ -79,6 +81,7 @@ class Parameters:
             sent(floats, device, torch.float64).view(B, len(FLOATS)),
             torch.cat([moving.T, sent(whole, device).view(B, len(INTS) - len(moving))], 1),
             filtered=any(filters(s) for pair in both for s in pair),
+            warm=any(s.temperature > 0 for s in samplings),
         )
 
 

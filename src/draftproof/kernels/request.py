@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 
 from draftproof.kernels.layout import (
+    CHUNK,
     DRAFT_ROW,
     DRAFT_SIDE,
     FLOAT_COLUMNS,
     INT_COLUMNS,
     LENGTH,
+    PER_TILE,
     SEED,
     START,
     TARGET_ROW,
@@ -19,7 +21,10 @@ from draftproof.kernels.layout import (
 
 
 class Request(NamedTuple):
-    """Index in the batch, then what `Parameters` says of it. A temperature of 0 is greedy."""
+    """Index in the batch, then what `Parameters` says of it. A temperature of 0 is greedy. Then the sizes all share.
+
+    J = K + 1 target rows; C chunks and T tiles in a row.
+    """
 
     b: Any
     seed: Any
@@ -29,11 +34,17 @@ class Request(NamedTuple):
     draft_row: Any
     temperature: Any
     draft_temperature: Any
+    J: Any
+    K: Any
+    C: Any
+    T: Any
 
 
 @triton.jit
 @no_type_check
 def request(batch, b):
+    K = whole(batch.sizes.K)
+    C = chunks_of(batch)
     ints = batch.ints + b * INT_COLUMNS
     floats = batch.floats + b * FLOAT_COLUMNS
     return Request(
@@ -45,27 +56,40 @@ def request(batch, b):
         draft_row=tl.load(ints + DRAFT_ROW),
         temperature=tl.load(floats + TEMPERATURE),
         draft_temperature=tl.load(floats + DRAFT_SIDE + TEMPERATURE),
+        J=K + 1,
+        K=K,
+        C=C,
+        T=tl.cdiv(C, PER_TILE),
     )
 
 
 @triton.jit
 @no_type_check
-def law_row(batch, req, row):
-    """The index of a law row: where what is remembered of it stands."""
-    return req.b * (batch.sizes.J + batch.sizes.K) + row
+def whole(size):
+    """A size that is passed as a float (`draftproof.kernels.batch`)."""
+    return tl.full((), size, tl.int32)
 
 
 @triton.jit
 @no_type_check
-def wanted(batch, req, row):
-    """Whether the verdict may depend on the logits of a law row, or of each of several.
+def chunks_of(batch):
+    return tl.cdiv(batch.sizes.V, CHUNK)
+
+
+@triton.jit
+@no_type_check
+def law_row(req, row):
+    """The index of a law row: where what is remembered of it stands."""
+    return req.b * (req.J + req.K) + row
+
+
+@triton.jit
+@no_type_check
+def wanted(req, row):
+    """Whether the verdict may depend on the logits of a law row, or of each of several, as far as their law is needed.
 
     A greedy target keeps what equals its argmax, whatever the drafter's law; a greedy drafter's law is a point mass
     on what it drafted. Neither needs the draft's rows.
     """
-    J = batch.sizes.J
-    needed = (row < J) & (row <= req.length)
-    if batch.traits.READ_DRAFT:
-        warm = (req.temperature > 0) & (req.draft_temperature > 0)
-        needed = needed | ((row >= J) & (row < tl.where(warm, J + req.length, J)))
-    return needed
+    warm = (req.temperature > 0) & (req.draft_temperature > 0)
+    return ((row < req.J) & (row <= req.length)) | ((row >= req.J) & (row < tl.where(warm, req.J + req.length, req.J)))

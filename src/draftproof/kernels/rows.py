@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from draftproof.kernels.layout import CHUNK, SLICE
-from draftproof.kernels.request import law_row
+from draftproof.kernels.request import law_row, whole
 
 NOTHING = tl.constexpr(float("-inf"))
 
@@ -26,6 +26,34 @@ def target_row(batch, req, row):
 @no_type_check
 def draft_row(batch, req, row):
     return batch.draft + req.draft_row * batch.strides.draft + row.to(tl.int64) * batch.strides.draft_row
+
+
+@triton.jit
+@no_type_check
+def law_slices(batch, req, row, begin, there):
+    """Logits of a law row in the slices that begin at `begin`, as they are (`whole_slices`), if they are `there`."""
+    end = tl.where(there, tl.where(row < req.J, batch.sizes.V, batch.sizes.R), 0)
+    if batch.traits.ALIKE:  # one piece of code reads both
+        at = tl.where(row < req.J, target_row(batch, req, row), draft_row(batch, req, row - req.J))
+        x = whole_slices(at, begin, end, batch.traits.SEGMENT)
+    elif row < req.J:
+        x = whole_slices(target_row(batch, req, row), begin, end, batch.traits.SEGMENT).to(tl.float32)
+    else:
+        x = whole_slices(draft_row(batch, req, row - req.J), begin, end, batch.traits.SEGMENT).to(tl.float32)
+    return x
+
+
+@triton.jit
+@no_type_check
+def dressed(batch, req, row, begin, x):
+    """The same as float32, with edits and mask put in; where there may be any, a segment is a slice."""
+    x = x.to(tl.float32)
+    if batch.traits.EDITED or batch.traits.MASKED:
+        SLICES: tl.constexpr = begin.shape[0]
+        o = begin[:, None] + tl.arange(0, SLICE)[None, :]
+        x = _dress(batch, req, row + tl.zeros([SLICES], tl.int32), o, tl.reshape(x, (SLICES, SLICE)))
+        x = tl.reshape(x, (SLICES, SLICE, 1))
+    return x
 
 
 @triton.jit
@@ -49,6 +77,14 @@ def whole_slices(at, begin, end, SEGMENT: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def segment_tokens(begin, SEGMENT: tl.constexpr):
+    """The tokens of `whole_slices`, in the same shape."""
+    part = tl.arange(0, SLICE // SEGMENT)[None, None, :] * SEGMENT
+    return begin[:, None, None] + tl.arange(0, SEGMENT)[None, :, None] + part
+
+
+@triton.jit
+@no_type_check
 def _segments(at, o, end):
     return tl.load(at + o, mask=o < end, other=NOTHING)
 
@@ -62,7 +98,7 @@ def take_target(batch, req, rows, o):
     """
     there = (o >= 0) & (o < batch.sizes.V)
     x = tl.load(target_row(batch, req, rows)[:, None] + o, mask=there, other=NOTHING)
-    return dress_target(batch, req, rows, o, x.to(tl.float32))
+    return _dress(batch, req, rows, o, x.to(tl.float32))
 
 
 @triton.jit
@@ -71,28 +107,21 @@ def take_draft(batch, req, rows, o):
     """The same for draft rows; `o` are entries of the draft vocabulary."""
     there = (o >= 0) & (o < batch.sizes.R)
     x = tl.load(draft_row(batch, req, rows)[:, None] + o, mask=there, other=NOTHING)
-    return dress_draft(batch, req, rows, o, x.to(tl.float32))
+    return _dress(batch, req, req.J + rows, o, x.to(tl.float32))
 
 
 @triton.jit
 @no_type_check
-def dress_target(batch, req, rows, o, x):
-    """Edits and mask put into logits x."""
+def _dress(batch, req, rows, o, x):
+    """Edits and mask put into logits x of law rows `rows` [S]; the mask is the target's."""
+    draft = rows >= req.J
     if batch.traits.EDITED:
-        x = _edit(x, o, batch.edits, req.b * 2, law_row(batch, req, rows.to(tl.int64)), batch.sizes.C)
+        x = _edit(x, o, batch.edits, req.b * 2 + draft.to(tl.int64), law_row(req, rows.to(tl.int64)), req.C)
     if batch.traits.MASKED:
         bits = batch.allowed + req.target_row * batch.strides.allowed + rows.to(tl.int64) * batch.strides.allowed_row
-        word = tl.load(bits[:, None] + (o >> 5), mask=(o >= 0) & (o < batch.sizes.V), other=0)
-        x = tl.where(((word >> (o & 31)) & 1) != 0, x, NOTHING)
-    return x
-
-
-@triton.jit
-@no_type_check
-def dress_draft(batch, req, rows, o, x):
-    if batch.traits.EDITED:
-        line = law_row(batch, req, batch.sizes.J + rows.to(tl.int64))
-        x = _edit(x, o, batch.edits, req.b * 2 + 1, line, batch.sizes.C)
+        there = (o >= 0) & (o < batch.sizes.V) & ~draft[:, None]
+        word = tl.load(bits[:, None] + (o >> 5), mask=there, other=0)
+        x = tl.where((((word >> (o & 31)) & 1) != 0) | draft[:, None], x, NOTHING)
     return x
 
 
@@ -100,14 +129,15 @@ def dress_draft(batch, req, rows, o, x):
 @no_type_check
 def _edit(x, o, edits, side, lines, C):
     """Twin: `edits._edit`. Bias, then repetition by sign, then what presence and frequency take off."""
+    E = whole(edits.E)
     chunk = tl.minimum(tl.maximum(tl.min(o, 1), 0) // CHUNK, C - 1)
     first = edits.first + side * (C + 1) + chunk
     here = tl.load(first)
     count = tl.load(first + 1) - here
     for n in range(0, tl.max(count, 0)):
         real = n < count
-        token = tl.load(edits.tokens + side * edits.E + here + n, mask=real, other=-1)
-        at = edits.amounts + (lines * edits.E + here + n) * 4
+        token = tl.load(edits.tokens + side * E + here + n, mask=real, other=-1)
+        at = edits.amounts + (lines * E + here + n) * 4
         bias = tl.load(at, mask=real, other=0.0)[:, None]
         up = tl.load(at + 1, mask=real, other=1.0)[:, None]
         down = tl.load(at + 2, mask=real, other=1.0)[:, None]

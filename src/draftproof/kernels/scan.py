@@ -9,57 +9,56 @@ from triton.language.extra import cuda
 from draftproof.kernels.exponent import near_exp2, power, slope_of
 from draftproof.kernels.layout import PER_CHUNK, PER_TILE, QUEUED, SLICE
 from draftproof.kernels.request import law_row, request, wanted
-from draftproof.kernels.rows import draft_row, dress_draft, dress_target, target_row, whole_slices
+from draftproof.kernels.rows import dressed, law_slices, segment_tokens
 
 NO_TOKEN = tl.constexpr(2**30)
 
 
 @triton.jit
 @no_type_check
-def scan(batch, STEP: tl.constexpr):
+def scan(batch, STEP: tl.constexpr, TILES: tl.constexpr):
     """Twin: `draw.chunk_sums` of `law.log_sum_exp`, and the argmax of `filters.settle`. Grid: (parts, J + K, B).
 
     Writes for each slice, chunk and tile its largest logit m and Σ exp(scale · (x − m)); for a greedy row, by tile
     only, the first token that has m instead (-1: NaN is among them). Borders and the order of the additions are
-    fixed: what a row gives does not depend on the batch around it, nor on STEP, the chunks that are read at a time.
+    fixed: what a row gives does not depend on the batch around it, nor on STEP, the chunks that are read at a time,
+    nor on TILES, how many tiles a program reads one after the other.
     """
     if batch.traits.OVERLAP:
         cuda.gdc_launch_dependents()
     row = tl.program_id(1)
-    if batch.traits.FILTERED:  # noqa: SIM102  (one is known when compiling, the other is not)
-        if (tl.program_id(0) == 0) & (row == 0) & (tl.program_id(2) == 0):
-            tl.store(batch.work + QUEUED, 0.0)  # rows are put into it when all of this is done
+    if (tl.program_id(0) == 0) & (row == 0) & (tl.program_id(2) == 0):
+        tl.store(batch.work + QUEUED, 0.0)  # rows are put into it when all of this is done
     req = request(batch, tl.program_id(2).to(tl.int64))
-    if wanted(batch, req, row):
-        if row < batch.sizes.J:
-            _scan_row(batch, req, row, req.temperature, STEP, batch.traits.SEGMENT, False)
-        else:
-            _scan_row(batch, req, row, req.draft_temperature, STEP, batch.traits.DRAFT_SEGMENT, True)
+    if wanted(req, row):
+        _scan_row(batch, req, row, tl.where(row < req.J, req.temperature, req.draft_temperature), STEP, TILES)
 
 
 @triton.jit
 @no_type_check
-def _scan_row(batch, req, row, t, STEP: tl.constexpr, SEGMENT: tl.constexpr, DRAFT: tl.constexpr):
+def _scan_row(batch, req, row, t, STEP: tl.constexpr, TILES: tl.constexpr):
     """TILES tiles of a row, step by step; the next step's logits are on their way while one's are worked on."""
-    STEPS: tl.constexpr = batch.traits.TILES * PER_TILE // STEP
-    SLICED: tl.constexpr = batch.traits.FILTERED or not DRAFT
-    line = law_row(batch, req, row)
+    STEPS: tl.constexpr = TILES * PER_TILE // STEP
+    line = law_row(req, row)
     slope = slope_of(1.0 / t)
     begin = tl.program_id(0) * STEPS
-    x = _raw(batch, req, row, begin, begin >= 0, STEP, SEGMENT, DRAFT)
+    sliced = row < req.J
+    if batch.traits.FILTERED:
+        sliced = row >= 0
+    x = law_slices(batch, req, row, _lines(begin, STEP), begin >= 0)
     m = tl.full([PER_TILE // STEP, STEP], float("-inf"), tl.float32)
     s = tl.zeros([PER_TILE // STEP, STEP], tl.float32)
     for n in range(0, STEPS):
-        ahead = _raw(batch, req, row, begin + n + 1, n + 1 < STEPS, STEP, SEGMENT, DRAFT)
-        y = _dressed(batch, req, row, begin + n, x, STEP, DRAFT)
+        ahead = law_slices(batch, req, row, _lines(begin + n + 1, STEP), n + 1 < STEPS)
+        y = dressed(batch, req, row, _lines(begin + n, STEP), x)
         if t > 0:
-            top, mass = _sums(batch, line, begin + n, y, slope, STEP, SLICED)
+            top, mass = _sums(batch, req, line, begin + n, y, slope, sliced, STEP)
         else:
             top, mass = _first(begin + n, y, STEP)
         here = (tl.arange(0, PER_TILE // STEP) == (begin + n) % (PER_TILE // STEP))[:, None]
         m, s = tl.where(here, top[None, :], m), tl.where(here, mass[None, :], s)
         if (begin + n + 1) % (PER_TILE // STEP) == 0:
-            _write_tile(batch, line, (begin + n) * STEP // PER_TILE, m, s, slope, t > 0)
+            _write_tile(batch, req, line, (begin + n) * STEP // PER_TILE, m, s, slope, t > 0)
         x = ahead
 
 
@@ -72,43 +71,14 @@ def _lines(step, STEP: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _raw(batch, req, row, step, there, STEP: tl.constexpr, SEGMENT: tl.constexpr, DRAFT: tl.constexpr):
-    """A step's logits as they are, [slices, SEGMENT, parts of a slice]."""
-    if DRAFT:
-        at, end = draft_row(batch, req, row - batch.sizes.J), batch.sizes.R
-    else:
-        at, end = target_row(batch, req, row), batch.sizes.V
-    return whole_slices(at, _lines(step, STEP), tl.where(there, end, 0), SEGMENT)
-
-
-@triton.jit
-@no_type_check
-def _dressed(batch, req, row, step, x, STEP: tl.constexpr, DRAFT: tl.constexpr):
-    """As float32, with edits and mask put in; where there may be any, a segment is a slice."""
-    x = x.to(tl.float32)
-    if batch.traits.EDITED or batch.traits.MASKED:
-        SLICES: tl.constexpr = STEP * PER_CHUNK
-        o = _lines(step, STEP)[:, None] + tl.arange(0, SLICE)[None, :]
-        rows = row + tl.zeros([SLICES], tl.int32)
-        x = tl.reshape(x, (SLICES, SLICE))
-        if DRAFT:  # noqa: SIM108  (a conditional expression would compile both)
-            x = dress_draft(batch, req, rows - batch.sizes.J, o, x)
-        else:
-            x = dress_target(batch, req, rows, o, x)
-        x = tl.reshape(x, (SLICES, SLICE, 1))
-    return x
-
-
-@triton.jit
-@no_type_check
-def _sums(batch, line, step, x, slope, STEP: tl.constexpr, SLICED: tl.constexpr):
+def _sums(batch, req, line, step, x, slope, sliced, STEP: tl.constexpr):
     """Of the slices and chunks of a step, written down; of the step, returned."""
     top = tl.max(tl.max(x, 2), 1)
     offset = _finite(top) * slope
     mass = tl.sum(tl.sum(near_exp2(tl.fma(x, slope, -offset[:, None, None])), 2), 1)
     mass *= tl.exp2(tl.fma(-_finite(top), slope, offset))  # what the rounding of the offset took off
-    C = batch.sizes.C
-    if SLICED:
+    C = req.C
+    if sliced:
         n = step * STEP * PER_CHUNK + tl.arange(0, STEP * PER_CHUNK)
         _write(batch.slices + line * 2 * C * PER_CHUNK, C * PER_CHUNK, n, top, mass)
     tops = tl.reshape(top, (STEP, PER_CHUNK))
@@ -121,14 +91,14 @@ def _sums(batch, line, step, x, slope, STEP: tl.constexpr, SLICED: tl.constexpr)
 @triton.jit
 @no_type_check
 def _first(step, x, STEP: tl.constexpr):
-    """The largest logit of a step and the first token that has it, as if of each of its chunks."""
-    SEGMENT: tl.constexpr = x.shape[1]
-    part = tl.arange(0, SLICE // SEGMENT)[None, None, :] * SEGMENT
-    tokens = _lines(step, STEP)[:, None, None] + tl.arange(0, SEGMENT)[None, :, None] + part
-    m = tl.reduce(tl.reduce(tl.reduce(x, 2, _larger), 1, _larger), 0, _larger)
-    first = tl.min(tl.min(tl.min(tl.where(x == m, tokens, NO_TOKEN), 2), 1), 0)
-    nothing = tl.zeros([STEP], tl.float32)
-    return m + nothing, first.to(tl.float32) + nothing
+    """The largest logit of each chunk of a step and the first token that has it."""
+    top = tl.reduce(tl.reduce(x, 2, _larger), 1, _larger)
+    tokens = segment_tokens(_lines(step, STEP), x.shape[1])
+    first = tl.min(tl.min(tl.where(x == top[:, None, None], tokens, NO_TOKEN), 2), 1)
+    tops = tl.reshape(top, (STEP, PER_CHUNK))
+    m = tl.reduce(tops, 1, _larger)
+    first = tl.min(tl.where(tops == m[:, None], tl.reshape(first, (STEP, PER_CHUNK)), NO_TOKEN), 1)
+    return m, first.to(tl.float32)
 
 
 @triton.jit
@@ -139,7 +109,7 @@ def _larger(a, b):
 
 @triton.jit
 @no_type_check
-def _write_tile(batch, line, tile, m, s, slope, warm):
+def _write_tile(batch, req, line, tile, m, s, slope, warm):
     """From the m and s of its chunks. They are added in pairs: a sum of two has one order only, whatever STEP is."""
     m, s = tl.reshape(m, (PER_TILE,)), tl.reshape(s, (PER_TILE,))
     top = tl.reduce(m, 0, _larger)
@@ -148,7 +118,7 @@ def _write_tile(batch, line, tile, m, s, slope, warm):
         mass = tl.sum(tl.sum(tl.sum(pairs, 2), 1), 0)
     else:
         mass = tl.where(top == top, tl.min(tl.where(m == top, s, NO_TOKEN), 0), -1.0)
-    count = batch.sizes.T
+    count = req.T
     if tile < count:
         tl.store(batch.tiles + line * 2 * count + tile, top)
         tl.store(batch.tiles + line * 2 * count + count + tile, mass)

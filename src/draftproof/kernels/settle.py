@@ -2,7 +2,7 @@
 
 The scan has left the largest logit and the mass of every slice. They bound where the cutoff can be; only slices that
 reach the lower bound are read again, about one in twenty for a small k, and the few logits in them that reach it are
-sorted. A row in which they are many is left to `draftproof.kernels.deep`: what it takes would slow all others down.
+ranked. A row in which they are many is left to `draftproof.kernels.deep`: what it takes would slow all others down.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -14,12 +14,10 @@ from triton.language.extra import cuda
 from draftproof.kernels.bounds import bound_count, bound_mass
 from draftproof.kernels.cutoff import Place, line_of_work, list_slices, masked_sums
 from draftproof.kernels.exponent import power, slope_of
-from draftproof.kernels.laws import line_of
 from draftproof.kernels.layout import (
     BASE,
     CUTOFF,
     DRAFT_SIDE,
-    FEW,
     FLOAT_COLUMNS,
     INT_COLUMNS,
     MASS,
@@ -31,11 +29,12 @@ from draftproof.kernels.layout import (
     TOP_K,
     TOP_P,
 )
-from draftproof.kernels.numbers import plain_numbers
+from draftproof.kernels.numbers import line_of, plain_numbers, write_settled
 from draftproof.kernels.request import law_row, request, wanted
 from draftproof.kernels.shortlist import cut, gather
 
 LISTED = tl.constexpr(256)  # slices that one program reads for one row
+SHORT = tl.constexpr(256)  # logits that it ranks
 
 
 class Filters(NamedTuple):
@@ -65,14 +64,14 @@ def settle(batch, LINES: tl.constexpr):
     req = request(batch, tl.program_id(1).to(tl.int64))
     filters = filters_of(batch, req, row)
     if batch.traits.OVERLAP:
+        cuda.gdc_launch_dependents()  # they wait for the end of this, and are there when it comes
         cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
-    if wanted(batch, req, row):
+    if wanted(req, row):
         off = (filters.k == 0) & (filters.top_p == 1) & (filters.min_p == 0)
         if off | (filters.temperature == 0):
-            line = law_row(batch, req, row) + tl.zeros([1], tl.int64)
-            scale = 1.0 / filters.temperature + tl.zeros([1], tl.float64)
-            plain_numbers(batch, line, line >= 0, scale, filters.temperature == 0)
+            rows = row + tl.zeros([1], tl.int32)
+            settled = plain_numbers(batch, req, rows, rows >= 0, filters.temperature, True)
+            write_settled(line_of(batch, req, rows), rows >= 0, settled)
         else:
             _settle_row(batch, req, row, filters, LINES)
 
@@ -80,10 +79,10 @@ def settle(batch, LINES: tl.constexpr):
 @triton.jit
 @no_type_check
 def filters_of(batch, req, row):
-    side = tl.where(row < batch.sizes.J, 0, 1)
+    side = tl.where(row < req.J, 0, 1)
     floats = batch.floats + req.b * FLOAT_COLUMNS + side * DRAFT_SIDE
     k = tl.load(batch.ints + req.b * INT_COLUMNS + TOP_K + side).to(tl.int32)
-    k = tl.where(k < tl.where(row < batch.sizes.J, batch.sizes.V, batch.sizes.R), k, 0)
+    k = tl.where(k < tl.where(row < req.J, batch.sizes.V, batch.sizes.R), k, 0)
     return Filters(
         temperature=tl.load(floats + TEMPERATURE), k=k, top_p=tl.load(floats + TOP_P), min_p=tl.load(floats + MIN_P)
     )
@@ -92,9 +91,9 @@ def filters_of(batch, req, row):
 @triton.jit
 @no_type_check
 def summary_of(batch, req, row, scale):
-    count = batch.sizes.C * PER_CHUNK
+    count = req.C * PER_CHUNK
     n = tl.arange(0, batch.traits.NS)
-    slices = batch.slices + law_row(batch, req, row) * 2 * count + n
+    slices = batch.slices + law_row(req, row) * 2 * count + n
     m = tl.load(slices, mask=n < count, other=float("-inf"))
     s = tl.load(slices + count, mask=n < count, other=0.0)
     peak = tl.max(m, 0)
@@ -116,21 +115,20 @@ def floor_of(filters, peak, scale):
 
 @triton.jit
 @no_type_check
-def bounds_of(filters, summary, floor, scale):
-    """Numbers between which the cutoff lies, the upper one not included."""
-    low, high = floor, tl.zeros((), tl.float32) + float("inf")
+def bound_of(filters, summary, floor, scale):
+    """A number that the cutoff does not lie under."""
+    low = floor
     if filters.k > 0:
         low = bound_count(summary.m, summary.peak, filters.k)  # top-p counts all k, those too that min-p takes off
     elif filters.top_p < 1:
         goal = (filters.top_p * summary.total).to(tl.float32)
-        low, high = bound_mass(summary.m, summary.mass, summary.peak, scale.to(tl.float32), goal)
-        low = tl.maximum(floor, low)
-    return low, high
+        low = tl.maximum(floor, bound_mass(summary.m, summary.mass, summary.peak, scale.to(tl.float32), goal))
+    return low
 
 
 @triton.jit
 @no_type_check
-def write_settled(batch, req, row, cutoff, base, mass):
+def write_row(batch, req, row, cutoff, base, mass):
     line = line_of(batch, req, row)
     tl.store(line + CUTOFF, cutoff.to(tl.float64))
     tl.store(line + BASE, base)
@@ -145,26 +143,26 @@ def _settle_row(batch, req, row, filters, LINES: tl.constexpr):
     summary = summary_of(batch, req, row, scale)
     if summary.sound:
         floor = floor_of(filters, summary.peak, scale)
-        low, _high = bounds_of(filters, summary, floor, scale)
-        place = Place(row=row, count=list_slices(batch, req, row, summary.m, low), peak=summary.peak, scale=scale)
+        low = bound_of(filters, summary, floor, scale)
+        count = list_slices(batch, req, row, summary.m, low)
+        place = Place(row=row, count=count, listed=1, peak=summary.peak, scale=scale)
         found, searched = tl.zeros((), tl.int32), (filters.k > 0) | (filters.top_p < 1)
         if searched & (place.count <= LISTED):
             found = gather(batch, req, place, low, float("inf"), LINES)
-        if (place.count <= LISTED) & (found <= FEW):
+        if (place.count <= LISTED) & (found <= SHORT):
             cutoff, kept = floor, tl.zeros((), tl.float64)
             if searched:
-                goal = filters.top_p * summary.total
-                edge, _reached, kept = cut(batch, req, place, found, 0, 0.0, filters.k, filters.top_p, goal, floor)
-                cutoff = tl.maximum(floor, edge)
-            if (row < batch.sizes.J) | (not searched):
+                goal, none = filters.top_p * summary.total, tl.zeros((), tl.float64)
+                cutoff, kept = cut(batch, req, place, found, filters.k, filters.top_p, goal, none, floor, SHORT)
+            if (row < req.J) | (not searched):
                 total = masked_sums(batch, req, place, cutoff, LINES)
                 kept = tl.where(searched, kept, total)
-            write_settled(batch, req, row, cutoff, scale * summary.peak.to(tl.float64), kept)
+            write_row(batch, req, row, cutoff, scale * summary.peak.to(tl.float64), kept)
         else:
-            _leave(batch, law_row(batch, req, row))
+            _leave(batch, law_row(req, row))
     else:
         nothing = tl.zeros((), tl.float64)
-        write_settled(batch, req, row, nothing, nothing, nothing + float("nan"))
+        write_row(batch, req, row, nothing, nothing, nothing + float("nan"))
 
 
 @triton.jit

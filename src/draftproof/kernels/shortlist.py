@@ -1,60 +1,71 @@
-"""The logits among which a cutoff must lie, where they are few: gathered, sorted, and cut."""
+"""The logits among which a cutoff must lie, where they are few: gathered, ranked, and cut."""
 
 from typing import no_type_check
 
 import triton
 import triton.language as tl
 
-from draftproof.kernels.cutoff import line_of_work, read_four
+from draftproof.kernels.cutoff import answer, ask, line_of_work
 from draftproof.kernels.layout import FEW
 from draftproof.kernels.request import law_row
+
+SOME = tl.constexpr(16)  # logits that all others are compared with at a time
 
 
 @triton.jit
 @no_type_check
 def gather(batch, req, place, low, high, LINES: tl.constexpr):
-    """Write down the logits in [low, high) of the listed slices, FEW of them at most. Returns how many there are."""
-    places = line_of_work(batch, law_row(batch, req, place.row))
+    """Write down the logits in [low, high) of these slices, FEW of them at most. Returns how many there are."""
+    places = line_of_work(batch, law_row(req, place.row))
     found = tl.zeros((), tl.int32)
     tl.debug_barrier()  # the places may still be read
-    for n in range(0, place.count, 4 * LINES):
-        _, x = read_four(batch, req, place, n, LINES)
-        for i in tl.static_range(4):
-            found = _append(places, found, x[i], low, high)
+    lines = tl.arange(0, LINES)
+    which, raw = ask(batch, req, place, lines)
+    for n in range(0, place.count, LINES):
+        ahead = ask(batch, req, place, n + LINES + lines)  # on its way while this is worked on
+        x = answer(batch, req, place, which, raw)
+        here = (x >= low) & (x < high) & (x > float("-inf"))
+        columns = tl.sum(here.to(tl.int32), 2)  # [LINES, SEGMENT]
+        each = tl.sum(columns, 1)
+        before = found + tl.cumsum(each, 0) - each
+        before = before[:, None] + tl.cumsum(columns, 1) - columns
+        at = before[:, :, None] + tl.cumsum(here.to(tl.int32), 2) - 1
+        tl.store(places + at, x, mask=here & (at < FEW))
+        found += tl.sum(each, 0)
+        which, raw = ahead
     tl.debug_barrier()
     return found
 
 
 @triton.jit
 @no_type_check
-def _append(places, found, x, low, high):
-    here = (x >= low) & (x < high) & (x > float("-inf"))
-    columns = tl.sum(here.to(tl.int32), 2)  # [LINES, SEGMENT]
-    each = tl.sum(columns, 1)
-    before = found + tl.cumsum(each, 0) - each
-    before = before[:, None] + tl.cumsum(columns, 1) - columns
-    at = before[:, :, None] + tl.cumsum(here.to(tl.int32), 2) - 1
-    tl.store(places + at, x, mask=here & (at < FEW))
-    return found + tl.sum(each, 0)
+def cut(batch, req, place, found, k, top_p, goal, mass_above, floor, MOST: tl.constexpr):
+    """Twin: `filters._cut_sorted` and `filters._edge`. The cutoff among the `found` gathered logits, at most MOST.
+
+    Where k is not 0 the k-th largest of them ends the kept ones and top-p is of their mass; otherwise `goal` is the
+    mass to reach, of which logits that lie higher than all of these have `mass_above`. Nothing is sorted: a logit is
+    kept as long as those above it, whose number and mass are its rank, are too few. Not under `floor`. Returns the
+    mass, float64, of what is kept of them as well.
+    """
+    places = line_of_work(batch, law_row(req, place.row))
+    i = tl.arange(0, MOST)
+    x, w = _weighed(places, i, found, place)
+    number, mass = tl.zeros([MOST], tl.int32), mass_above + tl.zeros([MOST], tl.float64)
+    for n in range(0, found, SOME):
+        some = n + tl.arange(0, SOME)
+        y, v = tl.gather(x, some, 0), tl.gather(w, some, 0)
+        above = y[:, None] > x[None, :]  # the short axis first: a thread compares its own with all of them
+        number += tl.sum(above.to(tl.int32), 0)
+        mass += tl.sum(tl.where(above, v[:, None], 0.0), 0)
+    kept = (i < found) & ((number < k) | (k == 0))
+    limit = tl.where(k == 0, goal, tl.where(top_p < 1, top_p * tl.sum(tl.where(kept, w, 0.0), 0), float("inf")))
+    cutoff = tl.maximum(tl.min(tl.where(kept & (mass < limit), x, float("inf")), 0), floor)
+    return cutoff, tl.sum(tl.where(x >= cutoff, w, 0.0), 0)
 
 
 @triton.jit
 @no_type_check
-def cut(batch, req, place, found, above, mass_above, k, top_p, goal, floor):
-    """Twin: `filters._cut_sorted` and `filters._edge`. The cutoff among the `found` logits that were gathered.
-
-    `above` logits of mass `mass_above` lie higher than all of them. Where k is not 0 the k-th largest ends the kept
-    ones and top-p is of their mass, if all of them were gathered; otherwise `goal` is the mass to reach. Returns the
-    cutoff, the mass of what reaches the k-th, and the mass of what reaches the cutoff and `floor`.
-    """
-    i = tl.arange(0, FEW)
-    x = tl.load(line_of_work(batch, law_row(batch, req, place.row)) + i, mask=i < found, other=float("-inf"))
-    x = tl.sort(x, descending=True)
-    w = tl.where(i < found, tl.exp((x - place.peak).to(tl.float64) * place.scale), 0.0)
-    kth = tl.max(tl.where(i == tl.where(k == 0, -1, k - 1 - above), x, float("-inf")), 0)
-    mass = mass_above + tl.sum(tl.where(x >= kth, w, 0.0), 0)
-    limit = tl.where(k == 0, goal, tl.where((top_p < 1) & (above == 0), top_p * mass, float("inf")))
-    before = mass_above + tl.cumsum(w, 0) - w
-    kept = (i < found) & (x >= kth) & (before < limit)
-    cutoff = tl.min(tl.where(kept, x, float("inf")), 0)
-    return cutoff, mass, mass_above + tl.sum(tl.where(x >= tl.maximum(cutoff, floor), w, 0.0), 0)
+def _weighed(places, i, found, place):
+    """The i-th of the gathered logits and its mass relative to the peak's."""
+    x = tl.load(places + i, mask=i < found, other=float("-inf"))
+    return x, tl.where(i < found, tl.exp((x - place.peak).to(tl.float64) * place.scale), 0.0)

@@ -5,19 +5,16 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from draftproof.kernels.laws import line_of
-from draftproof.kernels.layout import CUTOFF, MASS, NO_TARGET_LAW
+from draftproof.kernels.layout import NO_TARGET_LAW
 
 
 @triton.jit
 @no_type_check
-def greedy_match(batch, req):
+def greedy_match(batch, req, p):
     """Twin: any exact rule on point masses: kept is what equals the argmax, and the next argmax closes."""
     i = tl.arange(0, batch.traits.KP)
-    line = line_of(batch, req, i)
-    point = tl.load(line + CUTOFF, mask=i <= req.length, other=-1.0).to(tl.int32)
-    mass = tl.load(line + MASS, mask=i <= req.length, other=1.0)
-    x = tl.load(batch.drafted + req.b * batch.sizes.K + i, mask=i < req.length, other=-1).to(tl.int32)
+    point, mass = tl.where(i <= req.length, p.cutoff, -1.0).to(tl.int32), p.mass
+    x = tl.load(batch.drafted + req.b * req.K + i, mask=i < req.length, other=-1).to(tl.int32)
     missed = (i < req.length) & ~((x == point) & (mass == mass))
     accepted = tl.min(tl.where(missed, i, req.length), 0)
     closing = tl.sum(tl.where(i == accepted, point, 0), 0)
@@ -30,8 +27,8 @@ def greedy_match(batch, req):
 def write(batch, out, req, accepted, closing, fault):
     """Twin: `chain.verdict`."""
     i = tl.arange(0, batch.traits.KP)
-    x = tl.load(batch.drafted + req.b * batch.sizes.K + i, mask=i < accepted, other=-1)
-    J = batch.sizes.J
+    x = tl.load(batch.drafted + req.b * req.K + i, mask=i < accepted, other=-1)
+    J = req.J
     tl.store(out.tokens + req.b * J + i, tl.where(i == accepted, closing.to(tl.int64), x), mask=i < J)
     tl.store(out.accepted + req.b, accepted.to(tl.int64))
     tl.store(out.faults + req.b, fault.to(tl.int32))

@@ -6,7 +6,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from draftproof.core.closing import TRIALS
 from draftproof.core.draw import CHUNK
 
 PER_CHUNK: Final = 4
@@ -18,13 +17,8 @@ PER_TILE: Final = 8
 NUMBERS: Final = 7
 """Numbers kept of a law row."""
 
-MOST_CHUNKS: Final = 512
-
-TRIALS_PLACES: Final = 3 * TRIALS + MOST_CHUNKS
-"""Places a request has for its trials: three numbers each, and the running sums they are looked up in."""
-
-FEW: Final = 256
-"""Logits of a row that the search for its cutoff sorts."""
+FEW: Final = 512
+"""Logits of a row that the search for its cutoff ranks."""
 
 WORK: Final = FEW + 2
 """Places a law row has for that search besides its list of slices; two serve the queue of rows that need more."""
@@ -45,7 +39,6 @@ class Workspace:
     numbers: Tensor
     work: Tensor
     tiles: Tensor
-    trials: Tensor
 
     @classmethod
     def empty(cls, B: int, K: int, V: int, device: torch.device | str, *, filtered: bool = True) -> "Workspace":
@@ -62,9 +55,8 @@ class Workspace:
             stats=floats(rows * 2 * C),
             slices=floats(rows * 2 * PER_CHUNK * C),
             numbers=floats(rows * NUMBERS, torch.float64),
-            work=floats(rows * (PER_CHUNK * C + WORK) if filtered else 0),
+            work=floats(rows * (PER_CHUNK * C + WORK) if filtered else WORK),
             tiles=floats(rows * 2 * tiles(V)),
-            trials=floats(B * TRIALS_PLACES, torch.float64),
         )
 
     def check(self, B: int, K: int, V: int, *, filtered: bool) -> None:

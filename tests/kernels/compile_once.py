@@ -1,0 +1,36 @@
+"""Plan calls that differ in what a kernel need not be compiled for, and print each kernel that is compiled. No GPU."""
+
+import torch
+import triton
+from compile_all import B, NoDevice
+
+import draftproof as dp
+from draftproof.kernels import Parameters, Workspace
+from draftproof.kernels.call import Call
+from draftproof.kernels.launch import options_of, plan
+
+V = 4096
+
+
+def call(rule: str, K: int, sampling: dp.Sampling) -> Call:
+    lengths = torch.full((B,), K)
+    rows = Parameters.of([sampling] * B, [sampling] * B, seeds=lengths, positions=lengths, lengths=lengths)
+    target, draft = torch.empty(B, K + 1, V), torch.empty(B, K, V) if K else None
+    return Call(target, torch.zeros(B, K, dtype=torch.long), draft, rows, rule)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(NoDevice(90))
+    triton.knobs.compilation.listener = lambda *, src, **_: print(src.name)
+    for K in (1, 4, 7):
+        for each in (call("block", K, dp.Sampling()), call("coupled", K, dp.Sampling())):
+            for step in plan(each, Workspace.empty(B, K, V, "cpu"), overlap=True):
+                step.kernel.warmup(*step.arguments, grid=step.grid, **options_of(step))
+    filtered = call("token", 0, dp.Sampling(top_k=50)), call("block", 15, dp.Sampling(min_p=0.1))
+    for each in filtered:
+        for step in plan(each, Workspace.empty(B, each.K, V, "cpu"), overlap=True)[:2]:
+            step.kernel.warmup(*step.arguments, grid=step.grid, **options_of(step))
+
+
+if __name__ == "__main__":
+    main()
