@@ -115,7 +115,7 @@ def draw_cost(V: int, repeats: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "verify_cpu.json")
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=120)
     options = parser.parse_args()
     table = []
     print(f"{'V':>7} {'B':>2} {'sampling':<12} {'':<13} {'ms':>8} {'speedup':>8} {'peak MiB':>9}")
