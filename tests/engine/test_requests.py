@@ -9,7 +9,7 @@ import transformers as tf
 import draftproof as dp
 from draftproof.core.sampling import Sampling
 from draftproof.core.types import Inexact
-from draftproof.engine.engine import Engine
+from draftproof.engine.engine import Engine, Limits
 from draftproof.models.toy import Toy
 from engine.laws import next_laws
 from engine.stage import Counted, Knowing, cycle
@@ -91,6 +91,16 @@ def test_closing_a_stream_stops_the_work():
     stream.close()
     assert target.passes == passes
     assert engine.generate([1], max_tokens=4).tokens == [2, 3, 1, 2], "the engine can be used again"
+
+
+def test_a_batch_ends_between_rounds_with_what_was_said():
+    """Of three texts two run side by side, and the third has not begun when the second round is the last."""
+    engine = Engine(cycle(1, 2, 3), None, None, limits=Limits(max_batch=2))
+    rounds = iter([True, False])
+    outputs = engine.generate([[1], [2], [3]], max_tokens=[5, 2, 5], go_on=lambda: next(rounds))
+    assert [output.tokens for output in outputs] == [[2, 3], [3, 1], []]
+    assert [output.finish_reason for output in outputs] == ["cancelled", "length", "cancelled"]
+    assert engine.generate([1], max_tokens=3).tokens == [2, 3, 1], "the engine can be used again"
 
 
 def test_a_stream_runs_no_round_before_it_is_asked_to():

@@ -12,7 +12,7 @@ from draftproof.kernels.launch import options_of, plan
 V = 4096
 
 
-def call(rule: str, K: int, sampling: dp.Sampling) -> Call:
+def call(rule: str, K: int, sampling: dp.Sampling, V: int = V) -> Call:
     lengths = torch.full((B,), K)
     rows = Parameters.of([sampling] * B, [sampling] * B, seeds=lengths, positions=lengths, lengths=lengths)
     target, draft = torch.empty(B, K + 1, V), torch.empty(B, K, V) if K else None

@@ -1,6 +1,6 @@
 """The engine as its users see it: prompts in, texts out, with exactly the target's distribution."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
@@ -74,6 +74,7 @@ class Engine:
         chat: bool | None = None,
         num_beams: int = 1,
         length_penalty: float = 1.0,
+        go_on: Callable[[], bool] = lambda: True,
         **sampling_fields: Any,
     ) -> Output | list[Output]:
         """Continue one prompt, or a list of them together.
@@ -85,6 +86,7 @@ class Engine:
         allowed           a grammar: allowed(output tokens) gives the mask of tokens that may follow
         chat              whether a string is a user's turn (default: if the tokenizer has a chat template)
         num_beams         more than 1 hands over to transformers' own beam search
+        go_on             asked after every round; if it says no, texts stay as they are, with finish_reason "cancelled"
 
         One prompt gives an `Output`, a list gives a list. A request that fails does not stop the others: its output
         has finish_reason "error"; a prompt on its own raises.
@@ -105,7 +107,7 @@ class Engine:
             self._request(self._tokens(item, chat), s, n, stop, allowed, logprobs)
             for item, s, n in zip(items, samplings, budgets, strict=True)
         ]
-        outputs = [emission.output() for emission in self._run(requests)]
+        outputs = [emission.output() for emission in self._run(requests, go_on)]
         if is_one and outputs[0].finish_reason == "error":
             raise RuntimeError(outputs[0].error)
         return outputs[0] if is_one else outputs
@@ -159,12 +161,16 @@ class Engine:
                 raise RuntimeError(session.error)
             yield Chunk(emission.text[before[1] :], session.tokens[before[0] :], session.finish_reason, session.stats)
 
-    def _run(self, requests: list[Request]) -> list[Emission]:
+    def _run(self, requests: list[Request], go_on: Callable[[], bool]) -> list[Emission]:
         emissions = [self._emission(request) for request in requests]
         batch = self._batch(emissions)
         under_way = {e.session.id: e for e in emissions}
         while batch.rows or batch.waiting:
             self._step(batch, under_way)
+            if not go_on():
+                break
+        for emission in emissions:
+            emission.session.finish_reason = emission.session.finish_reason or "cancelled"
         return emissions
 
     def _batch(self, emissions: list[Emission]) -> Batch:

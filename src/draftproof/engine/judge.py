@@ -58,7 +58,10 @@ Laws = Callable[[Sequence[Session], Forward, Draft], Law]
 
 def warped(sessions: Sequence[Session], forward: Forward, draft: Draft) -> Law:
     """The target's scores under each row's own sampling and grammar."""
-    allowed = masks(sessions, draft, forward.logits.shape[-1])
+    return _warped(sessions, forward, draft, masks(sessions, draft, forward.logits.shape[-1]))
+
+
+def _warped(sessions: Sequence[Session], forward: Forward, draft: Draft, allowed: Bool[Tensor, "B J V"] | None) -> Law:
     return warp(forward.logits, [s.sampling for s in sessions], _history(sessions), draft, allowed)
 
 
@@ -74,6 +77,7 @@ def _by_kernels(scored: Scored, verify: Verifier, clock: Clock) -> Told | None:
     if not fused.serves(logits, draft, verify):
         return None
     with clock("verify"):
+        allowed = masks(sessions, draft, logits.shape[-1])
         rows = fused.verify_draft(
             logits,
             [s.sampling for s in sessions],
@@ -81,12 +85,14 @@ def _by_kernels(scored: Scored, verify: Verifier, clock: Clock) -> Told | None:
             scored.noise,
             verify,
             history=_history(sessions),
-            allowed=masks(sessions, draft, logits.shape[-1]),
+            allowed=allowed,
         )
     with clock("commit"):
         verdict = Verdict(rows.tokens, rows.accepted)
         sound = (rows.accepted + 1).masked_fill(rows.faults != 0, PAD)
-        log_p = _log_probs(warped(sessions, scored.forward, draft), verdict) if _wants_log_probs(sessions) else None
+        log_p = None
+        if _wants_log_probs(sessions):
+            log_p = _log_probs(_warped(sessions, scored.forward, draft, allowed), verdict)
         told = _tell(scored, verdict, sound, log_p)
     return None if PAD in told.sound else told
 

@@ -3,19 +3,15 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from draftproof.core.sampling import Sampling
-from draftproof.engine.batch import Batch
-from draftproof.engine.engine import Engine, pace, parts
-from draftproof.engine.request import Request, Session
-from draftproof.engine.stop import cut
+from draftproof.engine.engine import Engine
+from draftproof.engine.request import Output
 from draftproof.models.text import encode
 
 SAMPLINGS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -42,10 +38,10 @@ class Tally:
     tokens: int = 0
     passes: int = 0
 
-    def note(self, session: Session) -> None:
+    def note(self, output: Output) -> None:
         self.texts += 1
-        self.tokens += session.stats.emitted
-        self.passes += session.stats.rounds
+        self.tokens += output.stats.emitted
+        self.passes += output.stats.rounds
 
     @property
     def per_pass(self) -> float:
@@ -75,16 +71,21 @@ def tallies(
     """By kind, and over all; in so many seconds, after which texts are left out or stay as short as they are. Prompts
     that the target has no room for are left out too."""
     ends = time.monotonic() + seconds
-    asked = {}
-    for n, prompt in enumerate(prompt for prompt in prompts if _fits(engine, prompt)):
-        session = _session(engine, prompt, Sampling(**sampling, seed=seed + n), max_tokens)
-        asked[session.id] = prompt, session
-    _answer(engine, [session for _, session in asked.values()], lambda: time.monotonic() < ends)
+    asked = [prompt for prompt in prompts if _fits(engine, prompt)]
+    outputs = engine.generate(
+        [prompt.text for prompt in asked],
+        [Sampling(**sampling, seed=seed + n) for n in range(len(asked))],
+        max_tokens=max_tokens,
+        go_on=lambda: time.monotonic() < ends,
+    )
+    assert isinstance(outputs, list)
     found: dict[str, Tally] = {OVERALL: Tally()}
-    for prompt, session in asked.values():
-        if session.stats.rounds:
-            found.setdefault(prompt.kind, Tally()).note(session)
-            found[OVERALL].note(session)
+    for prompt, output in zip(asked, outputs, strict=True):
+        if output.finish_reason == "error":
+            raise RuntimeError(output.error)
+        if output.stats.rounds:
+            found.setdefault(prompt.kind, Tally()).note(output)
+            found[OVERALL].note(output)
     return found
 
 
@@ -92,28 +93,3 @@ def _fits(engine: Engine, prompt: Prompt) -> bool:
     assert engine.tokenizer is not None
     room = engine.model.max_length
     return room is None or len(encode(prompt.text, engine.tokenizer)) + FEWEST <= room
-
-
-def _session(engine: Engine, prompt: Prompt, sampling: Sampling, max_tokens: int) -> Session:
-    assert engine.tokenizer is not None
-    tokens = encode(prompt.text, engine.tokenizer)
-    return Session.start(Request(tuple(tokens), sampling, max_tokens, seeded=True))
-
-
-def _answer(engine: Engine, sessions: Sequence[Session], go_on: Callable[[], bool]) -> None:
-    """The engine's rounds, with a look at the clock after each: `generate` would go on to the end of its texts."""
-    longest = engine.model.max_length
-    built = parts(engine.model, engine.drafter, engine.rule)
-    batch = Batch(built, pace(engine.num_draft_tokens), engine.limits.max_batch, longest)
-    batch.waiting.extend(sessions)
-    with torch.inference_mode():
-        while batch.rows or batch.waiting:
-            for session, emitted in batch.step():
-                if emitted.fault:
-                    raise RuntimeError(f"the scores behind token {len(session.tokens)} of a text are no law")
-                kept, _, session.finish_reason = cut(session, emitted.tokens, engine.eos, None, longest)
-                session.tokens += kept
-                session.stats.emitted += len(kept)
-            if not go_on():
-                return
-            batch.leave({session.id for session in batch.rows if session.finish_reason is not None})

@@ -1,0 +1,30 @@
+"""What a first filtered request waits for: seconds to compile its kernels for sm_90, V = 128256. Needs no GPU.
+
+TRITON_CACHE_DIR=$(mktemp -d) python tests/kernels/compile_time.py
+"""
+
+import time
+
+import triton
+from compile_all import B, NoDevice
+from compile_once import call
+
+import draftproof as dp
+from draftproof.kernels import Workspace
+from draftproof.kernels.launch import options_of, plan
+
+V = 128256
+WARM = dp.Sampling(temperature=0.8, top_k=50, top_p=0.9)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(NoDevice(90))
+    for rule, K in (("token", 4), ("token", 6), ("block", 4)):
+        start = time.perf_counter()
+        for step in plan(call(rule, K, WARM, V), Workspace.empty(B, K, V, "cpu"), overlap=True):
+            step.kernel.warmup(*step.arguments, grid=step.grid, **options_of(step))
+        print(f"{rule}, drafts of {K}: {time.perf_counter() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
