@@ -46,10 +46,10 @@ class Variant(NamedTuple):
 SCANS = [Variant("scan", sizes, warps) for sizes, warps in (((8, 1), 4), ((4, 1), 2), ((2, 1), 1), ((2, 2), 1))]
 SETTLES = [
     Variant("settle", (lines,), warps, registers)
-    for lines, warps, registers in ((32, 8, 80), (16, 8, 64), (16, 8, 80), (64, 8, None), (16, 4, 128))
+    for lines, warps, registers in ((32, 8, 80), (32, 8, None), (64, 8, None), (32, 4, None), (32, 16, None))
 ]
-DEEPS = [Variant("settle_deep", (lines,), warps) for lines, warps in ((32, 16), (64, 16), (32, 8))]
-TOKENS = [Variant("token", (), warps, registers) for warps, registers in ((8, 128), (4, None), (8, None))]
+SIFTS = [Variant("sift", (), warps, registers) for warps, registers in ((8, 128), (8, None), (16, None), (4, None))]
+TOKENS = [Variant("token", (), warps, registers) for warps, registers in ((8, 128), (8, None), (4, None), (16, None))]
 BLOCKS = [Variant("block_sums", (), warps, registers) for warps, registers in ((4, 128), (4, 80), (8, 80))]
 
 
@@ -66,7 +66,7 @@ class Group(NamedTuple):
 
 GROUPS = [
     Group("float32", FILTERS, "token", False, (1, 8, 64, 256), SETTLES),
-    Group("float32", "top-p 0.95", "token", False, (8, 64, 256), DEEPS),
+    Group("float32", "top-p 0.95", "token", False, (1, 8, 64, 256), [*SIFTS, *SETTLES[:2]]),
     Group("float32", "temperature", "token", False, (1, 8, 64), [*TOKENS, *SCANS[:3]]),
     Group("bfloat16", "temperature", "token", False, (1, 8, 64, 256), SCANS),
     Group("float32", "greedy", "token", False, (1, 8), SCANS[:3]),
@@ -96,9 +96,9 @@ def steps_of(group: Group, given: Inputs, workspace: Workspace, variant: Variant
     steps = plan(call, workspace, overlap=True)
     if variant is None:
         return steps
-    upto = [step.kernel.__name__ for step in steps].index(variant.kernel)
-    if variant.kernel == "settle" and len(steps) > upto + 2:
-        upto += 1  # with what it leaves to the next
+    # what `settle` leaves to those behind it belongs to its time
+    last = "settle_deep" if variant.kernel in ("settle", "sift") else variant.kernel
+    upto = [step.kernel.__name__ for step in steps].index(last)
     return [changed(step, variant) for step in steps[: upto + 1]]
 
 

@@ -26,8 +26,9 @@ WARM = S(temperature=0.8)
 MOST_DIFFERENT = 1e-5
 """Share of rows that may differ from the reference at all: where a value falls on a border, rounding decides."""
 
-MOST_UNEXPLAINED = 1e-6
-"""Share of rows that may differ although the reference says the same in float32 and in float64."""
+MARGIN, TRIES = 5e-7, 64
+"""Rounding explains a verdict that the reference gives as well, in float64, when logits are moved by so little: some
+value lies on a border then. So many moves are tried."""
 
 
 def mixed(B: int) -> list[dp.Sampling]:
@@ -53,19 +54,25 @@ def on_device(B: int, K: int, V: int, samplings: list[dp.Sampling], seed: int, d
 
 
 def differing(given: Input, rule: str) -> tuple[int, int]:
-    """Rows in which kernel and reference say different things, and those of them that rounding does not explain.
-
-    Rounding explains a row where the reference in float64 does not say what it says in float32: some value lies on a
-    border there.
-    """
+    """Rows in which kernel and reference say different things, and those of them that rounding does not explain."""
     got, want = kernel(given, rule), reference(given, rule)
     assert not bool(got.faults.any()), f"faults {got.faults.unique().tolist()}"
     rows = (got.tokens != want.tokens).any(1).nonzero()[:, 0]
-    if not len(rows):
-        return 0, 0
-    part = some(given, rows)
-    exact = reference(replace(part, target=part.target.double(), draft=part.draft.double()), rule)
-    return len(rows), int((exact.tokens == want.tokens[rows]).all(1).sum())
+    return len(rows), sum(not explained(some(given, row[None]), got.tokens[row], rule) for row in rows)
+
+
+def explained(given: Input, tokens: Tensor, rule: str) -> bool:
+    """Whether the reference says `tokens` of a single request for one of many moves."""
+    generator = torch.Generator(given.target.device).manual_seed(0)
+    many = some(given, torch.zeros(TRIES, dtype=torch.long, device=given.target.device))
+    target, draft = (moved(x.double(), generator) for x in (many.target, many.draft))
+    return bool((reference(replace(many, target=target, draft=draft), rule).tokens == tokens).all(1).any())
+
+
+def moved(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Logits, moved within the margin: by a wave of their value, long or short, so that equal ones stay equal."""
+    numbers = torch.rand(2, *x.shape[:-1], 1, generator=generator, device=x.device, dtype=x.dtype)
+    return x + MARGIN * torch.sin(10.0 ** (4 * numbers[0] - 2) * x + 6.3 * numbers[1])
 
 
 def some(given: Input, rows: Tensor) -> Input:
@@ -90,8 +97,9 @@ def large_shapes() -> dict[str, Any]:
     rows = different = 0
     for V, B, dtype in LARGE:
         for rule in RULES:
-            different += differing(on_device(B, 4, V, mixed(B), V + B, dtype), rule)[0]
-            rows += B
+            apart, unexplained = differing(on_device(B, 4, V, mixed(B), V + B, dtype), rule)
+            assert not unexplained, f"{unexplained} rows unexplained: V={V}, {rule}, {dtype}"
+            different, rows = different + apart, rows + B
     assert different <= 1, f"{different} of {rows} rows differ"
     return {"rows": rows, "different": different}
 
@@ -113,8 +121,9 @@ def many_rows(most: int = 1_000_000, seconds: float = 150.0) -> dict[str, Any]:
             line[key] += more
         rows, n = rows + B_MANY, n + 1
     different, unexplained = (sum(line[key] for line in lines.values()) for key in ("different", "unexplained"))
-    assert different <= max(3.0, MOST_DIFFERENT * rows), f"{different} of {rows} rows differ: {lines}"
-    assert unexplained <= max(1.0, MOST_UNEXPLAINED * rows), f"{unexplained} of {rows} rows unexplained: {lines}"
+    told = {name: line for name, line in lines.items() if line["different"]}
+    assert different <= max(3.0, MOST_DIFFERENT * rows), f"{different} of {rows} rows differ: {told}"
+    assert not unexplained, f"{unexplained} of {rows} rows unexplained: {told}"
     took = round(time.time() - start)
     return {"rows": rows, "different": different, "unexplained": unexplained, "lines": lines, "seconds": took}
 

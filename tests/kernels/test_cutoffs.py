@@ -5,7 +5,7 @@ import torch
 
 import draftproof as dp
 from draftproof.kernels import Parameters, Workspace, verify_rows
-from draftproof.kernels.workspace import FEW, NUMBERS
+from draftproof.kernels.workspace import FEW, NUMBERS, PER_CHUNK, WORK, chunks
 
 S = dp.Sampling
 V = 3000
@@ -35,15 +35,37 @@ def rows(flat: bool, dtype: torch.dtype) -> torch.Tensor:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_cutoff_and_mass_are_the_references(sampling, flat, deep, dtype, device):
-    """`deep` rows are left in the queue of `settle_deep`: that both ways are gone is part of the claim."""
-    logits = rows(flat, dtype).to(device)
+    """`deep` rows are left in the queue: that both ways are gone is part of the claim."""
+    workspace = settled(rows(flat, dtype).to(device), sampling)
+    assert workspace.work[FEW + 1] == deep
+
+
+@pytest.mark.parametrize(("kind", "together"), [("flat", 1), ("few values", 1), ("neighbours", 0)])
+def test_deep_nuclei_are_cut_by_all_programs_together(kind, together, device):
+    """Few logits are left after two rounds, or many that are equal; of any others one program takes care."""
+    generator = torch.Generator().manual_seed(4)
+    logits = {
+        "flat": torch.randn(2, 1, V, generator=generator),
+        "few values": torch.randint(8, (2, 1, V), generator=generator) * 0.125,
+        "neighbours": 1.0 + torch.randint(2, (2, 1, V), generator=generator) * 2.0**-23,
+    }[kind]
+    logits[:, :, 0] = 3.0
+    workspace = settled(logits.to(device), S(temperature=0.8, top_p=0.9))
+    lines = workspace.work.view(2, PER_CHUNK * chunks(V) + WORK)
+    assert workspace.work[FEW + 1] == 2
+    assert lines[:, FEW + 2].tolist() == [together] * 2
+
+
+def settled(logits: torch.Tensor, sampling: dp.Sampling) -> Workspace:
+    """Memory after a call on two rows, whose cutoffs and masses are found to be the reference's."""
+    device = logits.device
     workspace = Workspace.empty(2, 0, V, device)
     numbers = torch.arange(2, device=device)
     parameters = Parameters.of([sampling] * 2, [S()] * 2, seeds=numbers, positions=numbers, lengths=0 * numbers)
     none = torch.empty(2, 0, dtype=torch.long, device=device)
     verify_rows(logits, none, parameters=parameters, rule="token", workspace=workspace)
-    assert workspace.work[FEW + 1] == deep
     cutoff, base, mass, *_ = workspace.numbers.view(2, NUMBERS).unbind(-1)
     law = dp.warp(logits, [sampling] * 2)
     assert torch.equal(cutoff.float(), law.cutoff[:, 0].float())
     assert torch.allclose(base + mass.log(), law.lse[:, 0].double(), rtol=0, atol=1e-6)
+    return workspace

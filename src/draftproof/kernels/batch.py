@@ -68,6 +68,7 @@ class Batch(NamedTuple):
     tiles: Any  # and of each tile
     numbers: Any  # [B · (J + K), NUMBERS]
     work: Any  # where `settle` writes down slices and logits
+    parts: Any  # [B · (J + K), MEASURED]
     strides: Any
     sizes: Any
     traits: Any

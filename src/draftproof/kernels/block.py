@@ -13,12 +13,12 @@ from triton.language.extra import cuda
 
 from draftproof.kernels.closing import draw_excess, excess_sums, sum_excess
 from draftproof.kernels.draws import chunk_masses
-from draftproof.kernels.laws import draft_line_of, drafted_of, log_ratios, warm, write_centres, written_numbers
+from draftproof.kernels.laws import draft_line_of, drafted_of, laws_of, log_ratios, warm, write_centres, written_numbers
 from draftproof.kernels.layout import CANDIDATE, NO_TARGET_LAW, PER_TILE, WEIGHT
 from draftproof.kernels.noise import ACCEPT, uniform
-from draftproof.kernels.numbers import draft_settled, line_of, pick, target_settled
+from draftproof.kernels.numbers import draft_known, draft_settled, line_of, pick, target_known, target_settled
 from draftproof.kernels.request import request
-from draftproof.kernels.verdict import greedy_match, write
+from draftproof.kernels.verdict import drafted_tokens, greedy_match, write
 
 UNDECIDED = tl.constexpr(-1)
 SLACK = tl.constexpr(1e-5)  # the chance is at most w only up to the rounding of the sums
@@ -38,24 +38,27 @@ def block_walk(batch, out):
     if batch.traits.OVERLAP:
         cuda.gdc_launch_dependents()  # they wait for the end of this, and are there when it comes
         cuda.gdc_wait()
-    p, q = target_settled(batch, req), draft_settled(batch, req)
+    known, draft = target_known(batch, req), draft_known(batch, req)
+    settled = target_settled(batch, req, known)
     if req.temperature > 0:
+        p = laws_of(settled, req.temperature)
+        q = laws_of(draft_settled(batch, req, draft), warm(req.draft_temperature))
         ratios, fault = log_ratios(batch, req, drafted, p, q)
         weights = _weights(ratios, i, req.length)  # of node i + 1, behind draft token i
         closing = tl.full((), -1, tl.int32)
         end = (i == req.length - 1) & (tl.log(coins) < weights)
-        fault |= tl.max((p.mass != p.mass).to(tl.int32), 0) * NO_TARGET_LAW
+        fault |= tl.max((p.lse != p.lse).to(tl.int32), 0) * NO_TARGET_LAW
         whole = (tl.max(end.to(tl.int32), 0) > 0) | (req.length == 0)
         accepted = tl.where(fault != 0, 0, tl.where(whole, req.length, UNDECIDED))
         sure = tl.max(tl.where((i < req.length - 1) & (weights == 0), i + 1, 0), 0)
         may = (weights == 0) | (coins < tl.exp(weights) * (1 + SLACK))
         may &= (i + 1 >= sure) & (i + 1 < req.length)
         _mark(batch, req, i, weights, may, sure == 0)
-        write_centres(line_of(batch, req, i), i <= req.length, p, req.temperature)
-        write_centres(line_of(batch, req, req.J + i), i < req.length, q, warm(req.draft_temperature))
+        write_centres(line_of(batch, req, i), i <= req.length, p)
+        write_centres(line_of(batch, req, req.J + i), i < req.length, q)
     else:
-        accepted, closing, fault = greedy_match(batch, req, p)
-    write(batch, out, req, accepted, closing, fault)
+        accepted, closing, fault = greedy_match(batch, req, settled, drafted.token)
+    write(batch, out, req, drafted.token, accepted, closing, fault)
 
 
 @triton.jit
@@ -119,6 +122,7 @@ def block_close(batch, out):
     Where w = 1 and yet nothing is missing, which only rounding can bring about, it stops and closes with p.
     """
     req = request(batch, tl.program_id(0).to(tl.int64))
+    tokens = drafted_tokens(batch, req)
     if batch.traits.OVERLAP:
         cuda.gdc_wait()
     accepted = tl.load(out.accepted + req.b).to(tl.int32)
@@ -134,7 +138,7 @@ def block_close(batch, out):
         p_law, q_law = _laws(batch, req, accepted)
         masses = chunk_masses(batch, req, accepted, p_law)
         closing = draw_excess(batch, req, accepted, p_law, q_law, weight, share, masses, 0)
-        write(batch, out, req, accepted, closing, fault)
+        write(batch, out, req, tokens, accepted, closing, fault)
 
 
 @triton.jit

@@ -8,9 +8,8 @@ import triton.language as tl
 from draftproof.kernels.layout import SLICE
 from draftproof.kernels.orders import key, value
 
-BINS = tl.constexpr(256)
-ROUNDS = tl.constexpr(3)  # of sorting into bins: each narrows the stretch in question to one of them
-STEPS = tl.constexpr(12)  # of bisection: a bound need not be tight
+STEPS = tl.constexpr(8)  # of bisection: a bound need not be tight
+MOST_STEPS = tl.constexpr(20)  # where it would rather be
 SLACK = tl.constexpr(1e-5)  # a bound must hold in spite of rounding
 
 
@@ -19,22 +18,17 @@ SLACK = tl.constexpr(1e-5)  # a bound must hold in spite of rounding
 def bound_count(m, peak, k):
     """A number that at least k logits reach: the largest of k slices each do. −inf where there are fewer slices.
 
-    Slices are sorted into bins by their largest logit, and a bin that ends with few more than k begins at the bound.
+    A step costs one sum over all threads, and few are needed: it is enough if not many more than k slices reach it.
     """
-    bound, top = _least(m, peak), peak
+    bound, high = _least(m, peak), peak
     reached = tl.sum((m >= bound).to(tl.int32), 0)
     enough = reached >= k
     n = 0
-    while enough & (reached > k + k // 4) & (top > bound) & (n < ROUNDS):
-        # what lies outside of [bound, top] falls into the first or the last bin
-        place = tl.minimum(tl.maximum((m - bound) * (BINS / (top - bound)), 0.0), BINS - 1.0).to(tl.int32)
-        sizes = tl.histogram(place, BINS)
-        from_here = m.shape[0] - tl.cumsum(sizes, 0) + sizes
-        bins = tl.arange(0, BINS)
-        here = tl.max(tl.where(from_here >= k, bins, 0), 0)
-        reached = tl.sum(tl.where(bins == here, from_here, 0), 0)
-        bound = tl.where(here > 0, tl.min(tl.where(place >= here, m, peak), 0), bound)
-        top = tl.max(tl.where(place <= here, m, bound), 0)
+    while enough & (reached > k + k // 4) & (n < MOST_STEPS):
+        middle = bound + (high - bound) * 0.5
+        here = tl.sum((m >= middle).to(tl.int32), 0)
+        bound, high = tl.where(here >= k, middle, bound), tl.where(here >= k, high, middle)
+        reached = tl.where(here >= k, here, reached)
         n += 1
     return tl.where(enough, bound, float("-inf"))
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from draftproof.core.closing import TRIALS as _TRIALS
-from draftproof.kernels.draws import chunk_masses, draw_in_chunk, invert, slice_of, token_of, tokens_of
+from draftproof.kernels.draws import chunk_masses_at, draw_in_chunk, invert, slice_of, token_of, tokens_of
 from draftproof.kernels.exponent import near_exp2
 from draftproof.kernels.laws import draft_prob_of, excess, target_probs
 from draftproof.kernels.layout import PER_CHUNK, SLICE
@@ -44,19 +44,24 @@ def _round(x, n):
 
 @triton.jit
 @no_type_check
-def thin(batch, req, at, p_law, q_law, trials):
+def thin(batch, req, at, drafted, p_law, q_law, stats, trials):
     """Twin: `token.closing`. From p behind the whole draft, from max(0, p − q) at an earlier node: there by trials."""
-    masses = chunk_masses(batch, req, at, p_law)
+    masses = chunk_masses_at(batch, req, at, p_law, stats)
     found = tl.full((), -1, tl.int32)
     n = 0
     while (found < 0) & (n < TRIALS // AT_ONCE):
         line, rest = slice_of(batch, req, at, p_law, invert(masses, _round(trials.first, n)), _round(trials.second, n))
-        x, p_x = token_of(line * SLICE, target_probs(batch, req, at, p_law, tokens_of(line)), rest)
+        p, q = _both(batch, req, at, drafted, p_law, q_law, tokens_of(line))
+        x, hit = token_of(line * SLICE, p, rest)
         lanes = tl.arange(0, AT_ONCE)
         stands = lanes == 0
         if at < req.length:
-            spare = (p_x - draft_prob_of(batch, req, at, q_law, x)).to(tl.float64)
-            stands = _round(trials.coin, n) * p_x.to(tl.float64) < spare
+            if batch.traits.MAPPED:
+                q_x = tl.sum(draft_prob_of(batch, req, at, q_law, drafted, x[:, None]), 1)
+            else:
+                q_x = tl.sum(tl.where(hit, q, 0.0), 1)
+            p_x = tl.sum(tl.where(hit, p, 0.0), 1)
+            stands = _round(trials.coin, n) * p_x.to(tl.float64) < (p_x - q_x).to(tl.float64)
         which = tl.min(tl.where(stands, lanes, AT_ONCE), 0)
         if which < AT_ONCE:
             found = tl.sum(tl.where(lanes == which, x, 0), 0)
@@ -68,6 +73,18 @@ def thin(batch, req, at, p_law, q_law, trials):
         tl.debug_barrier()
         found = draw_excess(batch, req, at, p_law, q_law, one, one, masses, TRIALS)
     return found
+
+
+@triton.jit
+@no_type_check
+def _both(batch, req, at, drafted, p_law, q_law, o):
+    """p and q of all tokens that a trial may draw: to wait for q until one is drawn would be to wait twice."""
+    p = target_probs(batch, req, at, p_law, o)
+    q = p
+    if not batch.traits.MAPPED:  # noqa: SIM102  (one is known when compiling, the other is not)
+        if at < req.length:
+            q = draft_prob_of(batch, req, at, q_law, drafted, o)
+    return p, q
 
 
 @triton.jit

@@ -7,12 +7,12 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from draftproof.kernels.draws import chunk_masses
-from draftproof.kernels.laws import law_of, target_probs
+from draftproof.kernels.laws import law_at, laws_of, target_probs
 from draftproof.kernels.layout import CHUNK, NO_TARGET_LAW
 from draftproof.kernels.noise import POSITION, exponential
-from draftproof.kernels.numbers import picked, target_settled
+from draftproof.kernels.numbers import pick, target_known, target_settled
 from draftproof.kernels.request import request
-from draftproof.kernels.verdict import greedy_match, write
+from draftproof.kernels.verdict import drafted_tokens, greedy_match, write
 
 
 @triton.jit
@@ -20,25 +20,22 @@ from draftproof.kernels.verdict import greedy_match, write
 def coupled(batch, out):
     """Twin: `verify.coupled.coupled`. Grid: (B,)."""
     req = request(batch, tl.program_id(0).to(tl.int64))
+    tokens = drafted_tokens(batch, req)
     if batch.traits.OVERLAP:
         cuda.gdc_wait()
-    p = target_settled(batch, req)
+    settled = target_settled(batch, req, target_known(batch, req))
     if req.temperature > 0:
+        p = laws_of(settled, req.temperature)
         accepted, closing, fault = tl.full((), -1, tl.int32), tl.zeros((), tl.int32), tl.zeros((), tl.int32)
         agreed = req.temperature > 0
         while agreed:
             accepted += 1
             closing, fault = _race(batch, req, p, accepted)
-            agreed = (accepted < req.length) & (closing == _drafted(batch, req, accepted)) & (fault == 0)
+            drafted = tl.sum(tl.where(tl.arange(0, batch.traits.KP) == accepted, tokens, 0), 0)
+            agreed = (accepted < req.length) & (closing == drafted) & (fault == 0)
     else:
-        accepted, closing, fault = greedy_match(batch, req, p)
-    write(batch, out, req, accepted, closing, fault)
-
-
-@triton.jit
-@no_type_check
-def _drafted(batch, req, i):
-    return tl.load(batch.drafted + req.b * req.K + i, mask=i < req.length, other=-1).to(tl.int32)
+        accepted, closing, fault = greedy_match(batch, req, settled, tokens)
+    write(batch, out, req, tokens, accepted, closing, fault)
 
 
 @triton.jit
@@ -46,14 +43,13 @@ def _drafted(batch, req, i):
 def _race(batch, req, p, row):
     """Twin: `race.run`. The token that wins behind `row` draft tokens, and whether that row is a law."""
     place = req.start + row
-    settled = picked(p, row)
     c = tl.arange(0, batch.traits.NP)
-    law = law_of(settled, req.temperature)
+    law, lse = law_at(p, row, req.temperature), pick(p.lse, row)
     speed = chunk_masses(batch, req, row, law) / exponential(req.seed, place, POSITION, c, 0)
     chunk = _first_of(speed, c)
     o = chunk * CHUNK + tl.arange(0, CHUNK)
     chances = tl.reshape(target_probs(batch, req, row, law, o[None, :]), (CHUNK,)).to(tl.float64)
-    sound = settled.mass == settled.mass
+    sound = lse == lse
     winner = _first_of(chances / exponential(req.seed, place, POSITION, o, 1), o)
     return tl.where(sound, winner, -1), tl.where(sound, 0, NO_TARGET_LAW)
 

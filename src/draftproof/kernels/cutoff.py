@@ -14,10 +14,11 @@ NOWHERE = tl.constexpr(2**30 + SLICE.value)  # a slice that begins here is behin
 
 
 class Place(NamedTuple):
-    """A law row: its number among the request's, how many of its slices are read, 1 where those stand in a list and 0
-    where they are simply its first, its largest logit, its scale."""
+    """A law row: its number among the request's; which of its slices are read, `count` from the `first` on of all
+    (listed = 0) or of those that stand in its list (listed = 1); its largest logit, its scale."""
 
     row: Any
+    first: Any
     count: Any
     listed: Any
     peak: Any
@@ -46,8 +47,9 @@ def list_slices(batch, req, row, m, low):
 @triton.jit
 @no_type_check
 def ask(batch, req, place, n):
-    """Of a row's slices the n-th [L]: their numbers, -1 behind the end, and their logits as they are."""
+    """Of a place's slices the n-th [L]: their numbers, -1 behind the end, and their logits as they are."""
     there = n < place.count
+    n += place.first
     listed = line_of_work(batch, law_row(req, place.row)) + WORK
     which = tl.load(listed + n, mask=there & (place.listed > 0), other=-1.0).to(tl.int32)
     which = tl.where(there & (place.listed == 0), n, which)
@@ -69,19 +71,20 @@ def _begin(which):
 
 @triton.jit
 @no_type_check
-def masked_sums(batch, req, place, cutoff, LINES: tl.constexpr):
-    """Put the sums of slices and chunks right: only what reaches the cutoff counts, relative to the peak.
+def masked_sums(batch, req, place, begin, end, cutoff, LINES: tl.constexpr):
+    """Put the sums of the slices from `begin` to `end` right, and of their chunks: only what reaches the cutoff counts,
+    relative to the peak. The place's slices must be all of them that hold such a logit.
 
     Returns their total.
     """
     C = req.C
     line = law_row(req, place.row) * 2 * C
     sums = batch.slices + line * PER_CHUNK
-    n = tl.arange(0, batch.traits.NS)
+    n = begin + tl.arange(0, batch.traits.NS)
     tl.debug_barrier()  # the scan's may still be read
-    tl.store(sums + n, place.peak + tl.zeros([batch.traits.NS], tl.float32), mask=n < C * PER_CHUNK)
+    tl.store(sums + n, place.peak + tl.zeros([batch.traits.NS], tl.float32), mask=n < end)
     sums += C * PER_CHUNK
-    tl.store(sums + n, tl.zeros([batch.traits.NS], tl.float32), mask=n < C * PER_CHUNK)
+    tl.store(sums + n, tl.zeros([batch.traits.NS], tl.float32), mask=n < end)
     tl.debug_barrier()
     lines = tl.arange(0, LINES)
     which, raw = ask(batch, req, place, lines)
@@ -93,9 +96,10 @@ def masked_sums(batch, req, place, cutoff, LINES: tl.constexpr):
         tl.store(sums + which, each, mask=which >= 0)
         which, raw = ahead
     tl.debug_barrier()
-    c = tl.arange(0, batch.traits.NP)
+    c = begin // PER_CHUNK + tl.arange(0, batch.traits.NP)
     part = c[:, None] * PER_CHUNK + tl.arange(0, PER_CHUNK)[None, :]
-    s = tl.sum(tl.load(sums + part, mask=part < C * PER_CHUNK, other=0.0), 1)
-    tl.store(batch.stats + line + c, place.peak + tl.zeros([batch.traits.NP], tl.float32), mask=c < C)
-    tl.store(batch.stats + line + C + c, s, mask=c < C)
+    s = tl.sum(tl.load(sums + part, mask=part < end, other=0.0), 1)
+    there = c * PER_CHUNK < end
+    tl.store(batch.stats + line + c, place.peak + tl.zeros([batch.traits.NP], tl.float32), mask=there)
+    tl.store(batch.stats + line + C + c, s, mask=there)
     return tl.sum(s.to(tl.float64), 0)

@@ -1,7 +1,8 @@
 """Cutoffs that lie deep in a row: borders drawn closer by passes over its slices, until few logits are between them.
 
-For the rows that `settle` has left in its queue: a flat row's nucleus, a k of many hundreds. A sample of the row tells
-where to look, and mostly one pass is enough to know that it told the truth.
+For the rows that `settle` has left in its queue and `draftproof.kernels.sift` has not served: a k of many hundreds, and
+whatever is too strange. A sample of the row tells where to look, and mostly one pass is enough to know that it told the
+truth.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -10,18 +11,16 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.cutoff import Place, answer, ask, line_of_work, masked_sums
-from draftproof.kernels.exponent import near_exp2, slope_of
-from draftproof.kernels.layout import FEW, PER_CHUNK, QUEUE, QUEUED
+from draftproof.kernels.cutoff import Place, line_of_work, masked_sums
+from draftproof.kernels.layout import DONE, FEW, PER_CHUNK, QUEUE, QUEUED
+from draftproof.kernels.measure import bottom_of, measured, sampled
 from draftproof.kernels.orders import key, value
-from draftproof.kernels.request import request, whole
+from draftproof.kernels.request import law_row, request, whole
 from draftproof.kernels.settle import bound_of, filters_of, floor_of, summary_of, write_row
-from draftproof.kernels.shortlist import cut, gather
+from draftproof.kernels.shortlist import cut, gather, listed
 
 PIVOTS = tl.constexpr(8)
 NEAR = tl.constexpr(0.01)  # exponents between what a sample tells and the innermost pivots
-STEPS = tl.constexpr(18)  # of bisection in a sample
-FAR = tl.constexpr(60.0)  # exponents under the peak: what lies further down is rarely looked for
 
 
 class Span(NamedTuple):
@@ -48,7 +47,8 @@ def settle_deep(batch, LINES: tl.constexpr):
     while n < count:
         line = tl.load(line_of_work(batch, n.to(tl.int64)) + QUEUE).to(tl.int64)
         rows = 2 * whole(batch.sizes.K) + 1
-        _settle_row(batch, request(batch, line // rows), (line % rows).to(tl.int32), LINES)
+        if tl.load(line_of_work(batch, line) + DONE) == 0:
+            _settle_row(batch, request(batch, line // rows), (line % rows).to(tl.int32), LINES)
         n += tl.num_programs(0)
 
 
@@ -61,12 +61,12 @@ def _settle_row(batch, req, row, LINES: tl.constexpr):
     floor = floor_of(filters, summary.peak, scale)
     low = bound_of(filters, summary, floor, scale)
     count = req.C * PER_CHUNK  # nearly all may hold it: a list would only have to be waited for
-    place = Place(row=row, count=count, listed=0, peak=summary.peak, scale=scale)
+    place = Place(row=row, first=0, count=count, listed=0, peak=summary.peak, scale=scale)
     edge = low
     if (filters.k > 0) | (filters.top_p < 1):
         edge = _search(batch, req, place, low, filters.k, filters.top_p, summary.total, LINES)
     cutoff = tl.maximum(floor, edge)
-    kept = masked_sums(batch, req, place, cutoff, LINES)
+    kept = masked_sums(batch, req, place, 0, count, cutoff, LINES)
     write_row(batch, req, row, cutoff, scale * summary.peak.to(tl.float64), kept)
 
 
@@ -81,20 +81,21 @@ def _search(batch, req, place, low, k, top_p, total, LINES: tl.constexpr):
     end = key(place.peak).to(tl.int64) + 1
     none = tl.zeros((), tl.float64)
     span = Span(first=key(low).to(tl.int64), last=end, upto=tl.where(by_mass, total, 0.0), above=none)
-    guess = _sampled(batch, req, place, low, goal, by_mass, total, LINES)
+    guess = sampled(batch, req, place, low, goal, by_mass, total)
     near = NEAR / place.scale.to(tl.float32)
     cutoff, searching = low, place.count > 0
+    places = line_of_work(batch, law_row(req, place.row))
     while searching:
         span, goal = _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass, LINES)
         guess, near = _between(place, span, goal)
         closed = span.last - span.first <= 1
         if closed | (_number(place, span, by_mass) <= FEW):
-            found = gather(batch, req, place, value(span.first), value(span.last), LINES)
+            found = gather(batch, req, place, value(span.first), value(span.last), places, FEW, LINES)
             if closed | (found <= FEW):
                 rank = tl.where(by_mass, 0, k - span.above.to(tl.int32))
                 cutoff = value(span.first)  # where there are more than few, they are all equal
                 if found <= FEW:
-                    edge, _ = cut(batch, req, place, found, rank, 1.0, goal, span.above, low, FEW)
+                    edge, _ = cut(listed(places, found, FEW), place, found, rank, 1.0, goal, span.above, low)
                     cutoff = tl.where(edge < float("inf"), edge, cutoff)
                 # what the k largest have of mass is not known yet: a goal below 0
                 searching = (not by_mass) & (top_p < 1)
@@ -114,45 +115,13 @@ def _number(place, span, by_mass):
 
 @triton.jit
 @no_type_check
-def _weights(x, place, by_mass):
-    """What counts of logits x: their masses relative to the peak's, or that they are."""
-    slope = slope_of(place.scale)
-    offset = place.peak * slope
-    made_up = tl.exp2(tl.fma(-place.peak, slope, offset))  # for the rounding of the offset
-    return tl.where(by_mass, near_exp2(tl.fma(x, slope, -offset)) * made_up, tl.where(x > float("-inf"), 1.0, 0.0))
-
-
-@triton.jit
-@no_type_check
-def _sampled(batch, req, place, low, goal, by_mass, total, LINES: tl.constexpr):
-    """Where the goal would be if all slices were like LINES of them.
-
-    Of masses those below are summed: what lies above is in few logits, which a sample may miss.
-    """
-    every = tl.maximum(place.count.to(tl.float32) / LINES, 1.0)
-    which, raw = ask(batch, req, place, (tl.arange(0, LINES) * every).to(tl.int32))
-    x = answer(batch, req, place, which, raw)
-    w = _weights(x, place, by_mass)
-    bottom = tl.maximum(low, place.peak - FAR / place.scale.to(tl.float32))
-    first, last = key(bottom).to(tl.int64), key(place.peak).to(tl.int64) + 1
-    for _ in range(STEPS):
-        middle = (first + last) // 2
-        counted = tl.where((x >= value(middle)) == by_mass, 0.0, w)
-        part = tl.sum(tl.sum(tl.sum(counted, 2), 1), 0) * every
-        enough = tl.where(by_mass, total - part, part.to(tl.float64)) >= goal
-        first, last = tl.where(enough, middle, first), tl.where(enough, last, middle)
-    return value(first)
-
-
-@triton.jit
-@no_type_check
 def _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass, LINES: tl.constexpr):
     """Borders closer to each other, by one pass over the row; and the goal, if that was not known."""
     first = span.first
     if by_mass:  # what lies lower has no mass in float64
         first = tl.maximum(first, key(place.peak - 800.0 / place.scale.to(tl.float32)).to(tl.int64))
     pivots = _pivots(first, span.last, guess, near)
-    upto = _measure(batch, req, place, value(pivots), by_mass, LINES)
+    upto = measured(batch, req, place, value(pivots), by_mass, LINES)
     lowest = tl.max(tl.where(pivots == first, upto, 0.0), 0)
     goal = tl.where(goal < 0, top_p * lowest, goal)
     enough = (upto >= goal) | (pivots == first)  # the cutoff does not lie under these
@@ -178,30 +147,10 @@ def _pivots(first, last, guess, near):
 
 @triton.jit
 @no_type_check
-def _measure(batch, req, place, borders, by_mass, LINES: tl.constexpr):
-    """How much, float64, reaches each of `borders` [P]. One pass over the row.
-
-    Each thread adds up its own logits, and only the last sums cross from thread to thread.
-    """
-    WIDTH: tl.constexpr = batch.traits.SEGMENT
-    sums = tl.zeros([borders.shape[0], LINES, WIDTH], tl.float32)
-    lines = tl.arange(0, LINES)
-    which, raw = ask(batch, req, place, lines)
-    for n in range(0, place.count, LINES):
-        ahead = ask(batch, req, place, n + LINES + lines)
-        x = answer(batch, req, place, which, raw)
-        w = _weights(x, place, by_mass)
-        sums += tl.sum(tl.where(x[None] >= borders[:, None, None, None], w[None], 0.0), 3)
-        which, raw = ahead
-    return tl.sum(tl.sum(sums.to(tl.float64), 2), 1)
-
-
-@triton.jit
-@no_type_check
 def _between(place, span, goal):
     """Where the goal is if logits are evenly spread between the borders, and how far from there to look."""
     share = tl.minimum(tl.maximum((goal - span.above) / (span.upto - span.above), 0.0), 1.0).to(tl.float32)
     high = tl.minimum(value(span.last), place.peak)
-    low = tl.maximum(value(span.first), place.peak - FAR / place.scale.to(tl.float32))
+    low = bottom_of(place, value(span.first))
     extent = tl.maximum(high - low, 0.0)
     return high - share * extent, extent / 64

@@ -11,13 +11,13 @@ from triton.language.extra import cuda
 from draftproof.kernels.call import Call
 from draftproof.kernels.draws import chunk_masses, invert, slice_of, token_of, tokens_of
 from draftproof.kernels.launch import Step, _hopper, plan, run
-from draftproof.kernels.laws import law_of, target_probs
+from draftproof.kernels.laws import law_at, laws_of, target_probs
 from draftproof.kernels.layout import NO_TARGET_LAW, SLICE
 from draftproof.kernels.noise import DRAFT, pair
-from draftproof.kernels.numbers import picked, target_settled
+from draftproof.kernels.numbers import pick, target_known, target_settled
 from draftproof.kernels.parameters import Parameters
 from draftproof.kernels.request import request
-from draftproof.kernels.verdict import write
+from draftproof.kernels.verdict import drafted_tokens, write
 from draftproof.kernels.workspace import NUMBERS, Workspace
 
 
@@ -66,14 +66,16 @@ def draw(batch, out, j):
     first, second = pair(req.seed, req.start, DRAFT, tl.arange(0, 1), j)
     if batch.traits.OVERLAP:
         cuda.gdc_wait()
-    settled = picked(target_settled(batch, req), 0)
-    sound = settled.mass == settled.mass
-    token = settled.cutoff.to(tl.int32)
+    settled = target_settled(batch, req, target_known(batch, req))
+    mass = pick(settled.mass, 0)
+    sound = mass == mass
+    token = pick(settled.cutoff, 0).to(tl.int32)
     if (req.temperature > 0) & sound:
-        law = law_of(settled, req.temperature)
+        law = law_at(laws_of(settled, req.temperature), 0, req.temperature)
         chunk = invert(chunk_masses(batch, req, 0, law), first)
         where, rest = slice_of(batch, req, 0, law, chunk, second)
         x, _ = token_of(where * SLICE, target_probs(batch, req, 0, law, tokens_of(where)), rest)
         token = tl.sum(x, 0)
     fault = tl.where(sound, 0, NO_TARGET_LAW)
-    write(batch, out, req, tl.zeros((), tl.int32), tl.where(sound, token, -1), fault)
+    none = drafted_tokens(batch, req)
+    write(batch, out, req, none, tl.zeros((), tl.int32), tl.where(sound, token, -1), fault)

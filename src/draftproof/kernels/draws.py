@@ -4,7 +4,7 @@ The second step, inside a chunk, is taken in two as well, by slice and by token:
 to the same, and the slices' sums tell where to look.
 """
 
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
@@ -14,6 +14,8 @@ from draftproof.kernels.laws import excess
 from draftproof.kernels.layout import CHUNK, PER_CHUNK, SLICE
 from draftproof.kernels.request import law_row
 
+SIDE_BY_SIDE = tl.constexpr(8)  # rows whose chunks are looked at together
+
 
 @triton.jit
 @no_type_check
@@ -22,9 +24,47 @@ def chunk_masses(batch, req, row, law):
     C = req.C
     c = tl.arange(0, batch.traits.NP)
     stats = batch.stats + law_row(req, row) * 2 * C + c
-    m = tl.load(stats, mask=c < C, other=float("-inf")).to(tl.float64)
-    s = tl.load(stats + C, mask=c < C, other=0.0).to(tl.float64)
-    return s * tl.exp((m - law.centre.to(tl.float64)) * (law.slope.to(tl.float64) * LN_2))
+    m = tl.load(stats, mask=c < C, other=float("-inf"))
+    return _masses(m, tl.load(stats + C, mask=c < C, other=0.0), law)
+
+
+@triton.jit
+@no_type_check
+def _masses(m, s, law):
+    return s.to(tl.float64) * tl.exp((m.to(tl.float64) - law.centre.to(tl.float64)) * (law.slope.to(tl.float64) * LN_2))
+
+
+class Stats(NamedTuple):
+    """Of the chunks of several target rows [KP, NP]: largest logit and mass."""
+
+    m: Any
+    s: Any
+
+
+@triton.jit
+@no_type_check
+def chunk_stats(batch, req):
+    """Of all target rows of a short draft, to be there when it is known which of them matters; of a long one, the
+    first row's, which stands for nothing."""
+    C = req.C
+    SEVERAL: tl.constexpr = batch.traits.KP if batch.traits.KP <= SIDE_BY_SIDE else 1
+    i, c = tl.arange(0, SEVERAL)[:, None], tl.arange(0, batch.traits.NP)[None, :]
+    there = (i <= req.length) & (c < C)
+    stats = batch.stats + law_row(req, i) * 2 * C + c
+    return Stats(m=tl.load(stats, mask=there, other=float("-inf")), s=tl.load(stats + C, mask=there, other=0.0))
+
+
+@triton.jit
+@no_type_check
+def chunk_masses_at(batch, req, row, law, stats):
+    """`chunk_masses`, of what was loaded already where it was."""
+    if batch.traits.KP <= SIDE_BY_SIDE:
+        here = tl.arange(0, batch.traits.KP)[:, None] == row
+        m, s = tl.sum(tl.where(here, stats.m, 0.0), 0), tl.sum(tl.where(here, stats.s, 0.0), 0)
+        masses = _masses(m, s, law)
+    else:
+        masses = chunk_masses(batch, req, row, law)
+    return masses
 
 
 @triton.jit
@@ -64,13 +104,12 @@ def slice_of(batch, req, row, law, chunk, uniform):
 @triton.jit
 @no_type_check
 def token_of(begin, w, rest):
-    """In stretches that begin at tokens `begin` [T], of weights w [T, W]: the token that `rest` mass falls on, and its
-    weight."""
+    """In stretches that begin at tokens `begin` [T], of weights w [T, W]: the token that `rest` mass falls on, and
+    where among these it stands, [T, W]."""
     running = tl.cumsum(w.to(tl.float64), 1)
     last = tl.sum((running < tl.max(running, 1)[:, None]).to(tl.int32), 1)
     offset = tl.minimum(tl.sum((running <= rest[:, None]).to(tl.int32), 1), last)
-    hit = tl.arange(0, w.shape[1])[None, :] == offset[:, None]
-    return begin + offset, tl.sum(tl.where(hit, w, 0.0), 1)
+    return begin + offset, tl.arange(0, w.shape[1])[None, :] == offset[:, None]
 
 
 @triton.jit

@@ -13,24 +13,25 @@ from draftproof.kernels.coupled import coupled
 from draftproof.kernels.deep import settle_deep
 from draftproof.kernels.scan import scan
 from draftproof.kernels.settle import settle
+from draftproof.kernels.sift import sift
 from draftproof.kernels.token import token
 from draftproof.kernels.traits import constant, traits_of
-from draftproof.kernels.workspace import NUMBERS, PER_TILE, Workspace, tiles
+from draftproof.kernels.workspace import NUMBERS, PARTS, PER_TILE, ROUNDS, Workspace, tiles
 
 LARGE: Final = 32
 """Requests from which on a program of the scan may read several tiles: before that there are too few for the device."""
 
 DEEP: Final = 132
-"""Programs that share the rows whose cutoff lies deep: about as many as the device has processors."""
+"""Programs that share the rows whose cutoff lies deep: as many as an H200 has processors."""
 
 LINES: Final = 32
 """Slices that a search for a cutoff asks for at a time."""
 
 CROWDED: Final = 80
-"""Registers of a thread of `settle`: three programs then share a processor."""
+"""Registers of a thread of `settle` where there are many rows: three programs then share a processor."""
 
 ROOM: Final = 128
-"""Registers of a thread of `token` and `block_sums`, which then find room while the kernel before still runs."""
+"""Registers of a thread of `token`, `block_sums`, `sift`: they then find room while the kernel before still runs."""
 
 
 class Step(NamedTuple):
@@ -77,7 +78,10 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
     step, at_once, warps = (2, 2, 1) if many else (PER_TILE, 1, 4)
     steps = [_step(scan, (-(-T // at_once), rows, B), batch, (constant(step), constant(at_once)), warps)]
     if call.parameters.filtered:
-        steps.append(_step(settle, (rows, B), batch, (constant(LINES),), 8, CROWDED))
+        steps.append(_step(settle, (rows, B), batch, (constant(LINES),), 8, CROWDED if B * rows > DEEP else None))
+        if call.parameters.nucleus:
+            programs = min(rows * B * PARTS, 2 * DEEP)
+            steps += [_step(sift, (programs,), batch, (constant(n),), 8, ROOM) for n in range(ROUNDS + 2)]
         steps.append(_step(settle_deep, (min(rows * B, DEEP),), batch, (constant(LINES),), 16))
     if call.rule == "coupled":
         return [*steps, _step(coupled, (B,), batch, (out,), 8)]
@@ -143,6 +147,7 @@ def _batch(call: Call, workspace: Workspace, overlap: bool) -> Batch:
         stats=workspace.stats,
         slices=workspace.slices,
         tiles=workspace.tiles,
+        parts=workspace.parts,
         numbers=workspace.numbers,
         work=workspace.work,
         strides=Strides(*_strides(call.target_logits), *_strides(draft), *_strides(call.allowed)),

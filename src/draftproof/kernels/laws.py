@@ -7,7 +7,7 @@ import triton.language as tl
 
 from draftproof.kernels.exponent import power, slope_of
 from draftproof.kernels.layout import CENTRE, CUTOFF, GAIN, NO_DRAFT_LAW, NO_SUCH_TOKEN
-from draftproof.kernels.numbers import line_of
+from draftproof.kernels.numbers import line_of, pick
 from draftproof.kernels.rows import entry_of, take_draft, take_target
 
 
@@ -20,20 +20,33 @@ class Numbers(NamedTuple):
     cutoff: Any
 
 
-@triton.jit
-@no_type_check
-def law_of(row, temperature):
-    """Of a row of these numbers (`Settled`); of one that is never looked at, anything."""
-    centre, gain = _centred(row.base + tl.log(row.mass), temperature)
-    return Numbers(slope=slope_of(1.0 / temperature), centre=centre, gain=gain, cutoff=row.cutoff.to(tl.float32))
+class Laws(NamedTuple):
+    """Of several law rows: cutoff and log-sum-exp, float64; centre and gain. The log-sum-exp of no law is NaN."""
+
+    cutoff: Any
+    lse: Any
+    centre: Any
+    gain: Any
 
 
 @triton.jit
 @no_type_check
-def _centred(lse, temperature):
-    """Twin: centre and gain of `law.powers`."""
-    centre = (lse * temperature).to(tl.float32)
-    return centre, tl.exp(centre.to(tl.float64) * (1.0 / temperature) - lse).to(tl.float32)
+def laws_of(rows, temperature):
+    """Of rows of these numbers (`Settled`), all at once, before it is known which of them matters: logarithm and
+    exponential take longer than most that comes behind them."""
+    lse = rows.base + tl.log(rows.mass)
+    centre = (lse * temperature).to(tl.float32)  # twin: `law.powers`
+    gain = tl.exp(centre.to(tl.float64) * (1.0 / temperature) - lse).to(tl.float32)
+    return Laws(cutoff=rows.cutoff, lse=lse, centre=centre, gain=gain)
+
+
+@triton.jit
+@no_type_check
+def law_at(laws, at, temperature):
+    """One of them; of a row that is never looked at, anything."""
+    cutoff = pick(laws.cutoff, at).to(tl.float32)
+    slope = slope_of(1.0 / temperature)
+    return Numbers(slope=slope, centre=pick(laws.centre, at), gain=pick(laws.gain, at), cutoff=cutoff)
 
 
 @triton.jit
@@ -51,11 +64,10 @@ def warm(temperature):
 
 @triton.jit
 @no_type_check
-def write_centres(line, there, settled, temperature):
+def write_centres(line, there, laws):
     """Write down centre and gain of rows whose numbers stand at `line` [S], for programs that all need them."""
-    centre, gain = _centred(settled.base + tl.log(settled.mass), temperature)
-    tl.store(line + CENTRE, centre.to(tl.float64), mask=there)
-    tl.store(line + GAIN, gain.to(tl.float64), mask=there)
+    tl.store(line + CENTRE, laws.centre.to(tl.float64), mask=there)
+    tl.store(line + GAIN, laws.gain.to(tl.float64), mask=there)
 
 
 @triton.jit
@@ -79,17 +91,19 @@ def _probs(x, law):
 
 @triton.jit
 @no_type_check
-def log_probs(x, scale, settled):
+def log_probs(x, scale, laws):
     """Twin: `Law.log_probs`. float64, −inf below the cutoff, of one logit x [S] in each row."""
     x = x.to(tl.float64)
-    return tl.where(x < settled.cutoff, float("-inf"), scale * x - (settled.base + tl.log(settled.mass)))
+    return tl.where(x < laws.cutoff, float("-inf"), scale * x - laws.lse)
 
 
 class Drafted(NamedTuple):
-    """A request's draft: place [KP], whether there is a token, whether it can be one, its logit in both rows."""
+    """A request's draft: place [KP], whether there is a token and which, whether it can be one, its logit in both
+    rows."""
 
     i: Any
     there: Any
+    token: Any
     known: Any
     target: Any
     draft: Any
@@ -109,13 +123,13 @@ def drafted_of(batch, req):
     if batch.traits.DRAWN:
         entry = tl.where(known, entry_of(batch, o), -1)
         draft = tl.sum(take_draft(batch, req, i, entry[:, None]), 1)
-    return Drafted(i=i, there=there, known=known, target=target, draft=draft)
+    return Drafted(i=i, there=there, token=x, known=known, target=target, draft=draft)
 
 
 @triton.jit
 @no_type_check
 def log_ratios(batch, req, drafted, p, q):
-    """Twin: `chain.log_ratios`, for a request that is not greedy. p and q: its rows' numbers.
+    """Twin: `chain.log_ratios`, for a request that is not greedy. p and q: its rows' laws.
 
     Returns the ratios, float64, NaN where a row is no law, and what is wrong with the draft, as bits.
     """
@@ -134,12 +148,13 @@ def log_ratios(batch, req, drafted, p, q):
 
 @triton.jit
 @no_type_check
-def draft_prob_of(batch, req, row, law, x):
-    """Twin: `chain.draft_prob_of`. q of tokens x [T] at one draft row."""
-    q = (x == tl.load(batch.drafted + req.b * req.K + row)).to(tl.float32)
+def draft_prob_of(batch, req, row, law, drafted, x):
+    """Twin: `chain.draft_prob_of`. q of tokens x at one draft row, of which each line lies in one chunk: [T, W], and
+    W = 1 where the draft's vocabulary is another one."""
+    q = (x == tl.sum(tl.where(drafted.i == row, drafted.token, 0), 0)).to(tl.float32)
     if batch.traits.DRAWN:  # noqa: SIM102  (one is known when compiling, the other is not)
         if req.draft_temperature > 0:
-            q = _probs(tl.sum(take_draft(batch, req, row + tl.zeros_like(x), entry_of(batch, x)[:, None]), 1), law)
+            q = _probs(take_draft(batch, req, row + tl.zeros([x.shape[0]], tl.int32), entry_of(batch, x)), law)
     return q
 
 

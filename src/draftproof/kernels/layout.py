@@ -10,9 +10,13 @@ from draftproof.core.draw import CHUNK as _CHUNK
 from draftproof.kernels.parameters import FLOATS as _FLOATS
 from draftproof.kernels.parameters import INTS as _INTS
 from draftproof.kernels.workspace import FEW as _FEW
+from draftproof.kernels.workspace import MEASURED as _MEASURED
 from draftproof.kernels.workspace import NUMBERS as _NUMBERS
+from draftproof.kernels.workspace import PARTS as _PARTS
 from draftproof.kernels.workspace import PER_CHUNK as _PER_CHUNK
 from draftproof.kernels.workspace import PER_TILE as _PER_TILE
+from draftproof.kernels.workspace import PIVOTS as _PIVOTS
+from draftproof.kernels.workspace import ROUNDS as _ROUNDS
 from draftproof.kernels.workspace import WORK as _WORK
 
 CHUNK = tl.constexpr(_CHUNK)
@@ -47,13 +51,29 @@ CANDIDATE = tl.constexpr(4)  # target rows under `block`: 1 where the round may 
 CENTRE = tl.constexpr(5)  # under `block`: the two numbers of `law.powers`
 GAIN = tl.constexpr(6)
 
+# The same places while a row is in the queue: what `settle` knows of it
+LOW = tl.constexpr(3)  # its cutoff does not lie under this
+GUESS = tl.constexpr(4)  # it may lie here
+TOTAL = tl.constexpr(5)  # its mass relative to its largest logit's
+PEAK = tl.constexpr(6)  # its largest logit
+
 # Faults, bits
 NO_TARGET_LAW = tl.constexpr(1)
 NO_DRAFT_LAW = tl.constexpr(2)
 NO_SUCH_TOKEN = tl.constexpr(4)
 
-# Workspace.work, float32, one line a law row: FEW logits, a place of the queue, the queue's length, a list of slices
+# Workspace.work, float32, one line a law row: FEW logits, the queue's places, a list of slices
 WORK = tl.constexpr(_WORK)
 FEW = tl.constexpr(_FEW)
 QUEUE = tl.constexpr(_FEW)  # of line n: the n-th row in the queue
 QUEUED = tl.constexpr(_FEW + 1)  # of line 0: how many are in it
+DONE = tl.constexpr(_FEW + 2)  # of the row's own line: 1 when its cutoff is found
+
+# Workspace.parts, float64, one line a law row: what reaches PIVOTS numbers by part, for each round; of each part how
+# many logits are left, the least and the largest of them
+MEASURED = tl.constexpr(_MEASURED)
+PARTS = tl.constexpr(_PARTS)
+PIVOTS = tl.constexpr(_PIVOTS)
+COUNTS = tl.constexpr(_ROUNDS * _PIVOTS * _PARTS)
+LEAST = tl.constexpr(COUNTS.value + _PARTS)
+MOST = tl.constexpr(LEAST.value + _PARTS)

@@ -25,33 +25,69 @@ def line_of(batch, req, row):
     return batch.numbers + law_row(req, row) * NUMBERS
 
 
+class Tiles(NamedTuple):
+    """Of the tiles of several law rows [S, TP], as the scan left them: largest logit and mass, and which are there."""
+
+    m: Any
+    s: Any
+    inside: Any
+
+
 @triton.jit
 @no_type_check
-def target_settled(batch, req):
+def target_known(batch, req):
+    """What there is of a request's target rows: to be asked for before any of it is worked on, or each waits anew."""
+    i = tl.arange(0, batch.traits.KP)
+    return _known(batch, req, i, i <= req.length, not batch.traits.FILTERED)
+
+
+@triton.jit
+@no_type_check
+def draft_known(batch, req):
+    """The same of its draft rows, of which a greedy request has none."""
+    i = tl.arange(0, batch.traits.KP)
+    there = (i < req.length) & wanted(req, req.J + i)
+    return _known(batch, req, req.J + i, there, batch.traits.READ_DRAFT and not batch.traits.FILTERED)
+
+
+@triton.jit
+@no_type_check
+def target_settled(batch, req, known):
     """Numbers of a request's target rows [KP]."""
     i = tl.arange(0, batch.traits.KP)
-    return _settled(batch, req, i, i <= req.length, req.temperature, not batch.traits.FILTERED, True)
+    return _settled(batch, req, known, i, i <= req.length, req.temperature, not batch.traits.FILTERED, True)
 
 
 @triton.jit
 @no_type_check
-def draft_settled(batch, req):
-    """Numbers of a request's draft rows [KP], of which a greedy request has none."""
+def draft_settled(batch, req, known):
+    """Numbers of its draft rows [KP]."""
     i = tl.arange(0, batch.traits.KP)
     there = (i < req.length) & wanted(req, req.J + i)
     NEW: tl.constexpr = batch.traits.READ_DRAFT and not batch.traits.FILTERED
-    return _settled(batch, req, req.J + i, there, req.draft_temperature, NEW, False)
+    return _settled(batch, req, known, req.J + i, there, req.draft_temperature, NEW, False)
 
 
 @triton.jit
 @no_type_check
-def _settled(batch, req, rows, there, temperature, NEW: tl.constexpr, MAY_POINT: tl.constexpr):
+def _known(batch, req, rows, there, NEW: tl.constexpr):
+    """Numbers that are written down, or what they are made of."""
+    if NEW:  # noqa: SIM108  (only one of them is compiled)
+        known = tiles_of(batch, req, rows, there)
+    else:
+        known = _read(line_of(batch, req, rows), there)
+    return known
+
+
+@triton.jit
+@no_type_check
+def _settled(batch, req, known, rows, there, temperature, NEW: tl.constexpr, MAY_POINT: tl.constexpr):
     """Numbers of some rows; where they are new, written down as well."""
     if NEW:
-        settled = plain_numbers(batch, req, rows, there, temperature, MAY_POINT)
+        settled = plain_numbers(known, there, temperature, MAY_POINT)
         write_settled(line_of(batch, req, rows), there, settled)
     else:
-        settled = _read(line_of(batch, req, rows), there)
+        settled = known
     return settled
 
 
@@ -75,17 +111,23 @@ def write_settled(line, there, settled):
 
 @triton.jit
 @no_type_check
-def plain_numbers(batch, req, rows, there, temperature, MAY_POINT: tl.constexpr):
-    """Twin: `filters.settle` without filters. Of law rows `rows` [S] that are `there`; of others, a mass of 1.
-
-    MAY_POINT: whether they may be greedy.
-    """
+def tiles_of(batch, req, rows, there):
     T = req.T
     n = tl.arange(0, batch.traits.TP)[None, :]
     inside = there[:, None] & (n < T)
     tiles = batch.tiles + law_row(req, rows)[:, None] * 2 * T + n
     m = tl.load(tiles, mask=inside, other=float("-inf"))
-    s = tl.load(tiles + T, mask=inside, other=0.0)
+    return Tiles(m=m, s=tl.load(tiles + T, mask=inside, other=0.0), inside=inside)
+
+
+@triton.jit
+@no_type_check
+def plain_numbers(tiles, there, temperature, MAY_POINT: tl.constexpr):
+    """Twin: `filters.settle` without filters. Of the law rows of these tiles that are `there`; of others, a mass of 1.
+
+    MAY_POINT: whether they may be greedy.
+    """
+    m, s, inside = tiles.m, tiles.s, tiles.inside
     peak = tl.max(m, 1)
     sound = (peak > float("-inf")) & (peak < float("inf"))
     scale = 1.0 / temperature
@@ -106,10 +148,3 @@ def plain_numbers(batch, req, rows, there, temperature, MAY_POINT: tl.constexpr)
 def pick(x, at):
     """The entry of x [S] at an index, as a number."""
     return tl.sum(tl.where(tl.arange(0, x.shape[0]) == at, x, 0.0), 0)
-
-
-@triton.jit
-@no_type_check
-def picked(settled, at):
-    """One row's numbers out of several rows'."""
-    return Settled(cutoff=pick(settled.cutoff, at), base=pick(settled.base, at), mass=pick(settled.mass, at))

@@ -20,6 +20,7 @@ def launch_op(call: Call, workspace: Workspace) -> None:
         call.rule,
         call.parameters.filtered,
         call.parameters.warm,
+        call.parameters.nucleus,
         workspace.tokens,
         workspace.accepted,
         workspace.faults,
@@ -28,12 +29,13 @@ def launch_op(call: Call, workspace: Workspace) -> None:
         workspace.numbers,
         workspace.work,
         workspace.tiles,
+        workspace.parts,
     )
 
 
 @torch.library.custom_op(
     "draftproof::verify_rows",
-    mutates_args=("tokens", "accepted", "faults", "stats", "slices", "numbers", "work", "tiles"),
+    mutates_args=("tokens", "accepted", "faults", "stats", "slices", "numbers", "work", "tiles", "parts"),
 )
 def _verify(
     given: list[Tensor],
@@ -42,6 +44,7 @@ def _verify(
     rule: str,
     filtered: bool,
     warm: bool,
+    nucleus: bool,
     tokens: Tensor,
     accepted: Tensor,
     faults: Tensor,
@@ -50,15 +53,16 @@ def _verify(
     numbers: Tensor,
     work: Tensor,
     tiles: Tensor,
+    parts: Tensor,
 ) -> None:
     target, drafted, floats, ints = given
     draft, allowed, entries, lse, cutoff = optional
-    parameters = Parameters(floats, ints, filtered, warm)
+    parameters = Parameters(floats, ints, filtered, warm, nucleus)
     some = Edits(*edits) if edits else None
     call = Call(target, drafted, draft, parameters, rule, some, allowed, entries, lse, cutoff)
-    launch(call, Workspace(tokens, accepted, faults, stats, slices, numbers, work, tiles))
+    launch(call, Workspace(tokens, accepted, faults, stats, slices, numbers, work, tiles, parts))
 
 
 @_verify.register_fake
-def _(given, optional, edits, rule, filtered, warm, *memory) -> None:  # type: ignore[no-untyped-def]
+def _(given, optional, edits, rule, filtered, warm, nucleus, *memory) -> None:  # type: ignore[no-untyped-def]
     """It returns nothing: what it writes is the caller's own memory."""

@@ -25,12 +25,14 @@ class Parameters:
               its first row where the logits are ragged
     filtered  whether any request, or its draft, may have top_k, top_p or min_p on: False saves two kernels
     warm      whether any request may have a temperature above 0: False saves all of the draft's rows
+    nucleus   whether any request, or its draft, may have top_p without top_k: False saves four kernels
     """
 
     floats: Float[Tensor, "B 6"]
     ints: Int[Tensor, "B 8"]
     filtered: bool = True
     warm: bool = True
+    nucleus: bool = True
 
     def __len__(self) -> int:
         return len(self.floats)
@@ -82,6 +84,7 @@ class Parameters:
             torch.cat([moving.T, sent(whole, device).view(B, len(INTS) - len(moving))], 1),
             filtered=any(filters(s) for pair in both for s in pair),
             warm=any(s.temperature > 0 for s in samplings),
+            nucleus=any(filters(s) and s.top_p < 1 and s.top_k is None for pair in both for s in pair),
         )
 
 

@@ -2,7 +2,8 @@
 
 The scan has left the largest logit and the mass of every slice. They bound where the cutoff can be; only slices that
 reach the lower bound are read again, about one in twenty for a small k, and the few logits in them that reach it are
-ranked. A row in which they are many is left to `draftproof.kernels.deep`: what it takes would slow all others down.
+ranked. A row in which they are many is put into a queue, for `draftproof.kernels.sift` and `draftproof.kernels.deep`:
+what it takes would slow all others down.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -17,21 +18,27 @@ from draftproof.kernels.exponent import power, slope_of
 from draftproof.kernels.layout import (
     BASE,
     CUTOFF,
+    DONE,
     DRAFT_SIDE,
     FLOAT_COLUMNS,
+    GUESS,
     INT_COLUMNS,
+    LOW,
     MASS,
     MIN_P,
+    PEAK,
     PER_CHUNK,
     QUEUE,
     QUEUED,
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    TOTAL,
 )
-from draftproof.kernels.numbers import line_of, plain_numbers, write_settled
+from draftproof.kernels.measure import sampled
+from draftproof.kernels.numbers import line_of, plain_numbers, tiles_of, write_settled
 from draftproof.kernels.request import law_row, request, wanted
-from draftproof.kernels.shortlist import cut, gather
+from draftproof.kernels.shortlist import cut, gather, listed
 
 LISTED = tl.constexpr(256)  # slices that one program reads for one row
 SHORT = tl.constexpr(256)  # logits that it ranks
@@ -70,7 +77,8 @@ def settle(batch, LINES: tl.constexpr):
         off = (filters.k == 0) & (filters.top_p == 1) & (filters.min_p == 0)
         if off | (filters.temperature == 0):
             rows = row + tl.zeros([1], tl.int32)
-            settled = plain_numbers(batch, req, rows, rows >= 0, filters.temperature, True)
+            tiles = tiles_of(batch, req, rows, rows >= 0)
+            settled = plain_numbers(tiles, rows >= 0, filters.temperature, True)
             write_settled(line_of(batch, req, rows), rows >= 0, settled)
         else:
             _settle_row(batch, req, row, filters, LINES)
@@ -145,21 +153,23 @@ def _settle_row(batch, req, row, filters, LINES: tl.constexpr):
         floor = floor_of(filters, summary.peak, scale)
         low = bound_of(filters, summary, floor, scale)
         count = list_slices(batch, req, row, summary.m, low)
-        place = Place(row=row, count=count, listed=1, peak=summary.peak, scale=scale)
+        place = Place(row=row, first=0, count=count, listed=1, peak=summary.peak, scale=scale)
+        places = line_of_work(batch, law_row(req, row))
         found, searched = tl.zeros((), tl.int32), (filters.k > 0) | (filters.top_p < 1)
         if searched & (place.count <= LISTED):
-            found = gather(batch, req, place, low, float("inf"), LINES)
+            found = gather(batch, req, place, low, float("inf"), places, SHORT, LINES)
         if (place.count <= LISTED) & (found <= SHORT):
             cutoff, kept = floor, tl.zeros((), tl.float64)
             if searched:
                 goal, none = filters.top_p * summary.total, tl.zeros((), tl.float64)
-                cutoff, kept = cut(batch, req, place, found, filters.k, filters.top_p, goal, none, floor, SHORT)
+                x = listed(places, found, SHORT)
+                cutoff, kept = cut(x, place, found, filters.k, filters.top_p, goal, none, floor)
             if (row < req.J) | (not searched):
-                total = masked_sums(batch, req, place, cutoff, LINES)
+                total = masked_sums(batch, req, place, 0, req.C * PER_CHUNK, cutoff, LINES)
                 kept = tl.where(searched, kept, total)
             write_row(batch, req, row, cutoff, scale * summary.peak.to(tl.float64), kept)
         else:
-            _leave(batch, law_row(req, row))
+            _leave(batch, req, row, filters, summary, low)
     else:
         nothing = tl.zeros((), tl.float64)
         write_row(batch, req, row, nothing, nothing, nothing + float("nan"))
@@ -167,7 +177,22 @@ def _settle_row(batch, req, row, filters, LINES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _leave(batch, line):
-    """Put a row into the queue of `settle_deep`. In which place does not matter: rows know nothing of each other."""
+def _leave(batch, req, row, filters, summary, low):
+    """Put a row into the queue, and write down what is known of it: of a nucleus, where a sample says that it ends.
+
+    In which place of the queue does not matter: rows know nothing of each other.
+    """
+    line = law_row(req, row)
+    if (filters.k == 0) & (filters.top_p < 1):
+        count = req.C * PER_CHUNK
+        place = Place(row=row, first=0, count=count, listed=0, peak=summary.peak, scale=1.0 / filters.temperature)
+        goal = filters.top_p * summary.total
+        guess = sampled(batch, req, place, low, goal, filters.k == 0, summary.total)
+        known = line_of(batch, req, row)
+        tl.store(known + LOW, low.to(tl.float64))
+        tl.store(known + GUESS, guess.to(tl.float64))
+        tl.store(known + TOTAL, summary.total)
+        tl.store(known + PEAK, summary.peak.to(tl.float64))
+    tl.store(line_of_work(batch, line) + DONE, 0.0)
     n = tl.atomic_add(line_of_work(batch, 0) + QUEUED, 1.0)
     tl.store(line_of_work(batch, n.to(tl.int64)) + QUEUE, line.to(tl.float32))

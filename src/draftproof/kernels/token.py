@@ -7,10 +7,11 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from draftproof.kernels.closing import thin, trials_of
-from draftproof.kernels.laws import drafted_of, law_of, log_ratios, warm
+from draftproof.kernels.draws import chunk_stats
+from draftproof.kernels.laws import drafted_of, law_at, laws_of, log_ratios, warm
 from draftproof.kernels.layout import NO_TARGET_LAW
 from draftproof.kernels.noise import ACCEPT, uniform
-from draftproof.kernels.numbers import draft_settled, picked, target_settled
+from draftproof.kernels.numbers import draft_known, draft_settled, pick, target_known, target_settled
 from draftproof.kernels.request import request
 from draftproof.kernels.verdict import greedy_match, write
 
@@ -25,20 +26,24 @@ def token(batch, out):
     trials = trials_of(req)
     if batch.traits.OVERLAP:
         cuda.gdc_wait()  # what stands above does not depend on the scan, and is done while it ends
-    p = target_settled(batch, req)
-    q = p
+    known, stats = target_known(batch, req), chunk_stats(batch, req)
     if batch.traits.DRAWN:
-        q = draft_settled(batch, req)
+        draft = draft_known(batch, req)
+    settled = target_settled(batch, req, known)
     if req.temperature > 0:
+        p = laws_of(settled, req.temperature)
+        q = p
+        if batch.traits.DRAWN:
+            q = laws_of(draft_settled(batch, req, draft), warm(req.draft_temperature))
         ratios, fault = log_ratios(batch, req, drafted, p, q)
         # log u < log p/q, strict and with u in [0, 1): what p cannot say is never kept, not even by a coin of 0
         accepted = tl.min(tl.where(drafted.there & ~(coins < ratios), drafted.i, req.length), 0)
-        stop = picked(p, accepted)
-        fault |= tl.where(stop.mass == stop.mass, 0, NO_TARGET_LAW)
+        lse = pick(p.lse, accepted)
+        fault |= tl.where(lse == lse, 0, NO_TARGET_LAW)
         closing = tl.full((), -1, tl.int32)
         if fault == 0:
-            q_law = law_of(picked(q, accepted), warm(req.draft_temperature))
-            closing = thin(batch, req, accepted, law_of(stop, req.temperature), q_law, trials)
+            p_law, q_law = law_at(p, accepted, req.temperature), law_at(q, accepted, warm(req.draft_temperature))
+            closing = thin(batch, req, accepted, drafted, p_law, q_law, stats, trials)
     else:
-        accepted, closing, fault = greedy_match(batch, req, p)
-    write(batch, out, req, accepted, closing, fault)
+        accepted, closing, fault = greedy_match(batch, req, settled, drafted.token)
+    write(batch, out, req, drafted.token, accepted, closing, fault)

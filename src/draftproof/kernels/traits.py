@@ -25,6 +25,7 @@ UNSEEN: Final = {
     "scan": (*_REQUEST, "NP", "TP", "NS"),
     "settle": (*_REQUEST, "FILTERED"),
     "settle_deep": (*_REQUEST, "FILTERED"),
+    "sift": (*_REQUEST, "FILTERED"),
     "token": ("NS",),
     "coupled": ("DRAWN", "READ_DRAFT", "MAPPED", "NS"),
     "block_walk": ("NS",),

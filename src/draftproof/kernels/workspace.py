@@ -20,8 +20,16 @@ NUMBERS: Final = 7
 FEW: Final = 512
 """Logits of a row that the search for its cutoff ranks."""
 
-WORK: Final = FEW + 2
-"""Places a law row has for that search besides its list of slices; two serve the queue of rows that need more."""
+WORK: Final = FEW + 3
+"""Places a law row has for that search besides its list of slices; three serve the queue of rows that need more."""
+
+PARTS: Final = 32
+PIVOTS: Final = 16
+ROUNDS: Final = 2
+"""Pieces of a row that are measured side by side; how many numbers each is measured with, and how often."""
+
+MEASURED: Final = (ROUNDS * PIVOTS + 3) * PARTS
+"""Places a law row has for what its parts measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,7 @@ class Workspace:
     numbers: Tensor
     work: Tensor
     tiles: Tensor
+    parts: Tensor
 
     @classmethod
     def empty(cls, B: int, K: int, V: int, device: torch.device | str, *, filtered: bool = True) -> "Workspace":
@@ -57,6 +66,7 @@ class Workspace:
             numbers=floats(rows * NUMBERS, torch.float64),
             work=floats(rows * (PER_CHUNK * C + WORK) if filtered else WORK),
             tiles=floats(rows * 2 * tiles(V)),
+            parts=floats(rows * MEASURED if filtered else 1, torch.float64),
         )
 
     def check(self, B: int, K: int, V: int, *, filtered: bool) -> None:
@@ -67,7 +77,7 @@ class Workspace:
             raise ValueError(
                 f"workspace is too small for B={B}, K={K}, V={V}: make it with Workspace.empty for the largest of each"
             )
-        if filtered and self.work.numel() < rows * (PER_CHUNK * C + WORK):
+        if filtered and (self.work.numel() < rows * (PER_CHUNK * C + WORK) or self.parts.numel() < rows * MEASURED):
             raise ValueError(
                 "workspace was made with filtered=False, and parameters.filtered is True: make it with filtered=True"
             )
