@@ -21,7 +21,7 @@ import transformers
 from engine_checks import Found, greedy, laws
 from engine_models import Scale
 from engine_speed import launches, memory, speed
-from engine_waits import filtered, waits
+from engine_waits import filtered, trees, waits
 
 ALPHA: Final = 1e-6
 NEAR: Final = 1e-4
@@ -30,6 +30,7 @@ NEAR: Final = 1e-4
 PARTS: Final[dict[str, tuple[str, Callable[[Scale], Found], float]]] = {
     "greedy": ("greedy rows that part from transformers", greedy, 50),
     "waits": ("waits in a round", waits, 45),
+    "trees": ("waits in a round of trees", trees, 45),
     "speed": ("speed of a 1B shape, one row", speed, 70),
     "laws": ("p-values of the joint law of three tokens", laws, 50),
     "launches": ("calls of the CUDA runtime in a round", launches, 20),
@@ -61,10 +62,13 @@ def run(part: Callable[[Scale], Found], scale: Scale, seconds: float, keep: Call
 
 def verdict(result: dict[str, Any]) -> dict[str, Any]:
     """What is not as it should be; all empty is well."""
-    parted, p_values, rounds = (result.get(PARTS[name][0], {}) for name in ("greedy", "laws", "waits"))
+    parted, p_values, rounds, of_trees = (
+        result.get(PARTS[name][0], {}) for name in ("greedy", "laws", "waits", "trees")
+    )
     controls = [name for name, p in p_values.items() if "control" in name and p > ALPHA]
     controls += [name for name, lines in rounds.items() if "control" in name and not lines]
-    waiting = {name: r for name, r in rounds.items() if isinstance(r, dict) and "rounds" in r and "tree" not in name}
+    found = {**rounds, **{f"tree: {name}": r for name, r in of_trees.items()}}
+    waiting = {name: r for name, r in found.items() if isinstance(r, dict) and "rounds" in r}
     return {
         "failed": [title for title, found in result.items() if isinstance(found, dict) and "failed" in found],
         "parted where no two tokens were near": [

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftproof.drafters.choice import Choice
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
 from draftproof.models.fitted import FittedHead
 from draftproof.models.head import Head
@@ -84,6 +85,19 @@ def drafters(model: Any, small: Any, *, graphs: bool = True) -> dict[str, Callab
         "early-exit": lambda: f"early-exit:{min(2, model.config.num_hidden_layers - 1)}",
         "head": lambda: HeadDrafter(head(model), graphs=graphs),
         "suffix+head": lambda: Choice(Suffix(), HeadDrafter(head(model), graphs=graphs)),
+    }
+
+
+def tree_drafters(model: Any, small: Any, branches: int) -> dict[str, Callable[[], Any]]:
+    """The same for rule="tree"; a chain is a tree too."""
+    V = model.config.vocab_size
+    return {
+        "ngram": lambda: NGram(branches=branches, fillers=1),
+        "suffix": lambda: Suffix(branches=branches),
+        "model": lambda: ModelDrafter(HFModel(small), vocab_size=V, branches=branches),
+        "chain": lambda: ModelDrafter(HFModel(small), vocab_size=V),
+        "head": lambda: HeadDrafter(head(model), branches=branches),
+        "suffix+head": lambda: Choice(Suffix(branches=branches), HeadDrafter(head(model), branches=branches)),
     }
 
 

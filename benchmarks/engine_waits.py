@@ -16,7 +16,7 @@ import draftproof as dp
 from draftproof.core import host
 from draftproof.engine import batch as batches
 from engine_checks import Found, K
-from engine_models import Scale, drafters, first_layers, numbers, small_target
+from engine_models import Scale, drafters, first_layers, numbers, small_target, tree_drafters
 
 S = dp.Sampling
 WARM = [S(temperature=0.8, seed=1), S(temperature=0, seed=2)]
@@ -37,7 +37,16 @@ def waits(scale: Scale) -> Found:
     yield "model, log-probabilities", asked("model", WARM, logprobs=True)
     yield "model, penalties", asked("model", PENALISED)
     yield "head, penalties", asked("head", PENALISED)
-    yield "model, tree", asked("model", WARM, "tree")
+
+
+def trees(scale: Scale) -> Found:
+    """The same under rule="tree": trees that are copied, drawn, and grown of the likeliest paths."""
+    made, asked = _asking(scale, branches=2)
+    for name in made:
+        yield name, asked(name, WARM, "tree")
+        yield f"{name}, greedy", asked(name, COLD, "tree")
+    yield "model, log-probabilities", asked("model", WARM, "tree", logprobs=True)
+    yield "head, penalties", asked("head", PENALISED, "tree")
 
 
 def filtered(scale: Scale) -> Found:
@@ -48,9 +57,10 @@ def filtered(scale: Scale) -> Found:
     yield "head", asked("head", FILTERED)
 
 
-def _asking(scale: Scale) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+def _asking(scale: Scale, branches: int = 1) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
     model = small_target(scale)
-    made = drafters(model, first_layers(model, 2, 0.3))
+    small = first_layers(model, 2, 0.3)
+    made = drafters(model, small) if branches == 1 else tree_drafters(model, small, branches)
     prompts = [numbers(9, 40, model.config.vocab_size)] * 2
 
     def asked(name: str, samplings: list[dp.Sampling], rule: str = "block", **more: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Where the time of a training goes on this machine: its passes and steps, each for itself, over made-up texts.
 
-    PYTHONPATH=src python3 benchmarks/train_steps.py --target FOLDER [--steps 20] [--depth 5] [--batch 24]
+    PYTHONPATH=src python3 benchmarks/train_steps.py --target FOLDER [--steps 20] [--depth 5] [--vocab 8192]
 
 What is in the texts does not matter to the time. Prints milliseconds for each kind of step, and its largest operations.
 """
@@ -57,13 +57,13 @@ def shown(name: str, step: Callable[[int], object], count: int, warming_up: int 
     print(found.key_averages().table(sort_by=order, row_limit=OPERATIONS, max_name_column_width=48), flush=True)
 
 
-def steps(model: PreTrainedModel, course: Course, length: int, count: int) -> None:
+def steps(model: PreTrainedModel, course: Course, length: int, vocab: int, count: int) -> None:
     """A pass of the teacher, a lesson out of its notes, and the two kinds of steps."""
     numbers = torch.Generator().manual_seed(0)
     texts = BATCHES * course.batch
     tokens = torch.randint(head_size(model), (texts, length), dtype=torch.int32, generator=numbers)
     some = Texts(tokens, torch.rand(texts, length, generator=numbers) < 0.75)
-    teacher = Teacher(model, shape_for(model).taps, torch.arange(min(DEFAULT_VOCAB, head_size(model))))
+    teacher = Teacher(model, shape_for(model).taps, torch.arange(min(vocab, head_size(model))))
     print(f"states tell the law: {teacher.tells}")
     student = Student(new_head(model, 0).to(model.device), teacher.rows, course)
     marks = Marks.none(course.depth, model.device)
@@ -97,12 +97,13 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--length", type=int, default=642)
+    parser.add_argument("--vocab", type=int, default=DEFAULT_VOCAB)
     parser.add_argument("--data", action="store_true", help="the making of texts as well")
     options = parser.parse_args()
     course = Course(options.depth, options.batch)
     engine = load(options.target, None, device=options.device, pack=False)
     with steady_attention(engine.hf.device):
-        steps(engine.hf, course, options.length, options.steps)
+        steps(engine.hf, course, options.length, options.vocab, options.steps)
         if options.data:
             data(engine.hf, engine.tokenizer, options.length)
 

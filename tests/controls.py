@@ -146,14 +146,13 @@ def traversal_weight_of_a_port(p: Law, draft: Draft) -> Judgement:
     kept = Walk._reject
 
     def wrong(self: Walk, rows: Tensor, node: Tensor) -> None:
-        if len(rows):
-            d = self.depth[rows, node] - 1
-            law = self.law[rows, d]
-            q = draft_probs(self.draft, rows, node - 1, law)
-            spare = (law * self.weight[rows, d].to(law.dtype)[:, None] - q).clamp_min(0)
-            rest = 1 - q.gather(1, self.draft.tokens[rows, node - 1][:, None])[:, 0]
-            self.weight[rows, d] = (spare.sum(-1) / rest.clamp_min(1e-300)).clamp_max(1.0)
-            self.law[rows, d] = normalise(spare, law)
+        parent = self.shape.parent[rows, node - 1]
+        law = self.law[rows, parent]
+        q = draft_probs(self.draft, rows, node - 1, law)
+        spare = (law * self.weight[rows, parent].to(law.dtype)[:, None] - q).clamp_min(0)
+        rest = 1 - q.gather(1, self.draft.tokens[rows, node - 1][:, None])[:, 0]
+        self.weight[rows, parent] = (spare.sum(-1) / rest.clamp_min(1e-300)).clamp_max(1.0)
+        self.law[rows, parent] = normalise(spare, law)
 
     try:
         Walk._reject = wrong  # type: ignore[method-assign]

@@ -1,8 +1,10 @@
 """`train` at the keyboard: its table, its refusals."""
 
+import json
 
-def test_a_head_is_trained_and_drafts(run, model, tmp_path):
-    out = tmp_path / "head"
+
+def test_a_head_is_trained_drafts_and_is_taught_more(run, model, tmp_path):
+    out, later = tmp_path / "head", tmp_path / "later"
     how = ("--minutes", "0.15", "--length", "32", "--batch", "4", "--depth", "2", "--device", "cpu")
     said = run("train", "--target", model, "--out", str(out), *how)
     assert said.status == 0, said.err
@@ -12,6 +14,14 @@ def test_a_head_is_trained_and_drafts(run, model, tmp_path):
         "generate", "--target", model, "--drafter", f"head:{out}", "-n", "8", "--device", "cpu", "the fox", "--stats"
     )
     assert generated.status == 0, generated.err
+    more = ("--start", str(out), "--seed", "1", "--vocab", "64", "--data", "0.3", "--no-counts")
+    taught = run("train", "--target", model, "--out", str(later), *how, *more)
+    assert taught.status == 0, taught.err
+    assert "Tokens for each pass" not in taught.out
+    assert json.loads((later / "head.json").read_text())["training"]["origin"]["name"] == "head"
+    again = run("train", "--target", model, "--out", str(tmp_path / "again"), *how, "--start", str(out))
+    assert again.status == 2
+    assert "give another --seed" in again.err
 
 
 def test_a_folder_that_is_taken_is_refused_in_one_line(run, model, tmp_path):

@@ -5,7 +5,7 @@ import torch
 from scipy.stats import binom
 
 from draftproof.core.closing import TRIALS, close, thin
-from draftproof.core.draw import CHUNK, chunk_sums, draw, invert
+from draftproof.core.draw import CHUNK, FEW, chunk_sums, draw, invert, pick
 from draftproof.core.law import residual
 from draftproof.core.noise import Noise, Site
 from draftproof.core.race import run
@@ -29,6 +29,28 @@ def test_chunk_sums_add_up_for_any_vocabulary():
         w = torch.rand(2, V, dtype=torch.float64)
         assert chunk_sums(w).shape[-1] == -(-V // CHUNK)
         torch.testing.assert_close(chunk_sums(w).sum(-1), w.sum(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("V", [3, CHUNK, 1200, 4 * CHUNK])
+def test_few_rows_are_drawn_as_many_are(V, dtype):
+    """The same tokens to the last bit: numbers at both ends, rows with zeros."""
+    rows = 3 * FEW
+    weights = torch.rand(rows, V, dtype=dtype, generator=torch.Generator().manual_seed(4))
+    weights[weights < 0.4] = 0
+    weights[:, -1] = torch.where(weights.sum(-1) == 0, 1.0, weights[:, -1])
+    first, second = (part[:, 0].clone() for part in noise(rows).pair(Site.CLOSE, torch.zeros(1, dtype=torch.long)))
+    first[:4], second[2:6] = torch.tensor([0.0, 1 - 2.0**-53] * 2), torch.tensor([0.0, 1 - 2.0**-53] * 2)
+    many = draw(weights, first, second)
+    parts = zip(weights.split(FEW), first.split(FEW), second.split(FEW), strict=True)
+    assert torch.equal(many, torch.cat([draw(*part) for part in parts]))
+    assert (weights.gather(-1, many[:, None]) > 0).all()
+
+
+def test_one_row_passes_over_zeros_and_never_leaves_the_weights():
+    weights = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0]).numpy()
+    ends = [0.0, 0.2499, 0.25, 1 - 2.0**-53, 1.0]
+    assert [pick(weights, weights.sum(keepdims=True), 0.5, end) for end in ends] == [1, 1, 3, 3, 3]
 
 
 def spread(V=1200, n=40, seed=1):

@@ -41,6 +41,14 @@ def test_torch_and_numpy_give_the_same_numbers():
     assert torch.equal(here[1], second)
 
 
+def test_the_numbers_of_several_j_are_those_of_each():
+    noise, each = some_noise(), torch.tensor([4, 0, 9])
+    together = noise.pairs(Site.DRAFT, torch.zeros(3, dtype=torch.long), each)
+    for n, j in enumerate(each.tolist()):
+        alone = noise.pairs(Site.DRAFT, torch.zeros(1, dtype=torch.long), j)
+        assert torch.equal(together[..., n : n + 1], alone)
+
+
 def test_a_row_does_not_depend_on_its_neighbours():
     many, alone = some_noise(), some_noise().take(torch.tensor([1]))
     assert torch.equal(many.coins(4)[1:2], alone.coins(4))

@@ -6,7 +6,7 @@ import torch
 from draftproof.core import host
 from draftproof.core.law import Vocab
 from draftproof.core.sampling import Sampling, warp
-from draftproof.core.types import History
+from draftproof.core.types import PAD, ROOT, Draft, History
 from draftproof.drafters.penalties import edited, law_of, unedited
 
 V, B = 12, 4
@@ -33,6 +33,36 @@ def test_laws_elsewhere_are_those_of_the_host(monkeypatch, ids, J):
     made = law_of(logits, SAMPLINGS, [on_device(h) for h in HISTORIES], vocab)
     assert torch.equal(made.logits, wanted.logits)
     assert torch.equal(made.probs(), wanted.probs())
+
+
+def drafts():
+    """A chain, and a tree; rows of different lengths, padded with what must not be counted."""
+    tokens = torch.tensor([[3, 3, 1, 7], [5, 2, 5, 5], [9, 0, 4, 4], [2, 2, 2, 2]])
+    lengths = torch.tensor([4, 3, 1, 2])
+    tokens = tokens.masked_fill(torch.arange(4) >= lengths[:, None], PAD)
+    parents = torch.tensor([[ROOT, ROOT, 0, 2], [ROOT, 0, 0, ROOT], [ROOT] * 4, [ROOT, ROOT, ROOT, ROOT]])
+    return [Draft(tokens, lengths), Draft(tokens, lengths, parents=parents)]
+
+
+@pytest.mark.parametrize("draft", drafts(), ids=["chain", "tree"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_targets_law_elsewhere_counts_the_draft_as_on_the_host(monkeypatch, draft, masked):
+    numbers = torch.Generator().manual_seed(1)
+    logits = torch.randn((B, 5, V), generator=numbers) * 3
+    allowed = torch.rand((B, 5, V), generator=numbers) < 0.7 if masked else None
+    wanted = warp(logits, SAMPLINGS, HISTORIES, draft, allowed)
+    uncounted = warp(logits, SAMPLINGS, HISTORIES, allowed=allowed)
+    assert not torch.equal(uncounted.logits, wanted.logits)
+    monkeypatch.setattr(host, "is_host", lambda device: False)
+    made = law_of(logits, SAMPLINGS, HISTORIES, draft=draft, allowed=allowed)
+    assert torch.equal(made.logits, wanted.logits)
+    assert torch.equal(made.probs(), wanted.probs())
+
+
+def test_a_bias_needs_no_history_elsewhere(monkeypatch):
+    logits, biased = torch.zeros((1, 1, V)), [Sampling(logit_bias={2: 1.5})]
+    monkeypatch.setattr(host, "is_host", lambda device: False)
+    assert law_of(logits, biased, None).logits[0, 0].tolist() == [0.0, 0.0, 1.5] + [0.0] * 9
 
 
 def test_without_the_penalties_it_would_be_another_law():

@@ -11,8 +11,7 @@ def part_of(tensor, at):
     view, tensors = _view(tensor, at)
     if not any(index is not None for index in tensors):
         return view
-    if any(index is not None and index.dtype == torch.bool for index in tensors):
-        raise AssertionError(f"indexing by a mask waits for the device: {tuple(tensor.shape)}")
+    _refuse_masks(tensor, tensors)
     return torch.ops.aten.index(view, tensors)
 
 
@@ -21,9 +20,15 @@ def write(tensor, at, new):
     view, tensors = _view(tensor, at)
     new = new if isinstance(new, torch.Tensor) else torch.full((), new, dtype=tensor.dtype, device=tensor.device)
     if any(index is not None for index in tensors):
-        view.index_put_(tuple(tensors), new)
+        _refuse_masks(tensor, tensors)
+        torch.ops.aten.index_put_(view, tensors, new)
     else:
         view.copy_(new)
+
+
+def _refuse_masks(tensor, tensors):
+    if any(index is not None and index.dtype == torch.bool for index in tensors):
+        raise AssertionError(f"indexing by a mask waits for the device: {tuple(tensor.shape)}")
 
 
 def _view(tensor, at):

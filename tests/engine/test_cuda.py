@@ -10,6 +10,7 @@ from draftproof.core import host
 from draftproof.drafters.choice import Choice
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
 from draftproof.engine import batch as batches
 from draftproof.models.fitted import FittedHead
@@ -112,6 +113,39 @@ def test_log_probabilities_penalties_and_filters_cost_no_wait_more(name, waits, 
         waits.clear()
         texts(model, drafter, "block", samplings, **asked)
         assert max(waits) <= 1
+
+
+TREES = {
+    "ngram": lambda model: NGram(branches=2, fillers=2),
+    "suffix": lambda model: Suffix(branches=2),
+    "model": lambda model: ModelDrafter(HFModel(neighbour.__wrapped__().to(model.device)), branches=2),
+    "chain": lambda model: ModelDrafter(HFModel(neighbour.__wrapped__().to(model.device))),
+    "head": lambda model: HeadDrafter(FittedHead.on(trained(), torch.tensor(IDS[:6]), model), branches=2),
+    "suffix+head": lambda model: Choice(Suffix(branches=2), TREES["head"](model), enough=3),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_round_of_trees_waits_once(name, waits, monkeypatch):
+    """Copied, drawn, and grown of the likeliest paths; with log-probabilities and penalties too."""
+    model = llama.__wrapped__().cuda()
+    drafter = TREES[name](model)
+    for samplings, asked in ((MIXED, {}), ([S(temperature=0.0)] * 2, {}), (MIXED, {"logprobs": True}), (EDITED, {})):
+        with unwatched(monkeypatch):
+            texts(model, drafter, "tree", samplings, k=5, **asked)
+        waits.clear()
+        texts(model, drafter, "tree", samplings, k=5, **asked)
+        assert len(waits) > 2
+        assert max(waits) <= 1
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", "model", "chain"])
+def test_trees_say_what_they_say_on_a_cpu(name):
+    """Slot by slot there and depth first here, over a vocabulary of 8: no two chances are near enough to differ. A head
+    is packed for the host and drafts otherwise there."""
+    want = texts(llama(), TREES[name](llama()), "tree", k=5)
+    model = llama.__wrapped__().cuda()
+    assert texts(model, TREES[name](model), "tree", k=5) == want
 
 
 def test_the_device_tells_of_a_wait():

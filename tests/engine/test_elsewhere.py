@@ -7,7 +7,6 @@ import torch
 
 import draftproof as dp
 from draftproof.core.law import Vocab
-from draftproof.core.types import Verdict
 from draftproof.drafters.choice import Choice
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
@@ -115,9 +114,10 @@ def test_in_bfloat16_too(monkeypatch, name):
     assert device.recorded > 0
 
 
+@pytest.mark.parametrize("samplings", ["warm", "edited"])
 @pytest.mark.parametrize("name", ["ngram", "head"])
-def test_log_probabilities_come_in_the_same_fetch(monkeypatch, name):
-    found, _ = rounds(monkeypatch, DRAFTERS[name], logprobs=True)
+def test_log_probabilities_come_in_the_same_fetch(monkeypatch, name, samplings):
+    found, _ = rounds(monkeypatch, DRAFTERS[name], samplings=ALL[samplings], logprobs=True)
     assert found == [([], 1)] * len(found)
 
 
@@ -129,29 +129,32 @@ def test_a_grammar_costs_one_fetch_more(monkeypatch, name):
 
 TREES = {
     "ngram": lambda model: NGram(branches=2, fillers=1),
+    "suffix": lambda model: Suffix(branches=2),
     "model": lambda model: ModelDrafter(served(), branches=2),
+    "smaller vocabulary": lambda model: ModelDrafter(served(6), vocab_size=V, branches=2),
+    "confident model": lambda model: ModelDrafter(served(), branches=2, confidence=0.3),
     "head": lambda model: head_of(model, branches=2),
     "suffix+head": lambda model: Choice(Suffix(branches=2), head_of(model, branches=2), enough=2),
+    "chain": lambda model: ModelDrafter(served()),
+    "none": lambda model: None,
 }
+SHORT_TREES = [("suffix", "warm"), ("model", "warm"), ("head", "warm"), ("head", "greedy"), ("head", "edited")]
+LONG_TREES = [(name, samplings) for name in TREES for samplings in ALL]
+TREE_CASES = [*SHORT_TREES, *(pytest.param(*c, marks=pytest.mark.slow) for c in LONG_TREES if c not in SHORT_TREES)]
 
 
-def kept(p, draft, noise):
-    """A rule for trees that looks at nothing: the real one does, and is no part of this."""
-    B, K = draft.tokens.shape
-    assert p.lse.is_cuda
-    assert draft.law is None or draft.law.logits.is_cuda
-    numbers = torch.empty((B, 2 * K + 2), dtype=torch.long, device=draft.tokens.device)
-    return Verdict(numbers[:, : K + 1], numbers[:, -1], numbers[:, K + 1 : -1])
-
-
-@pytest.mark.parametrize("samplings", ["warm", pytest.param("greedy", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "head" else [pytest.mark.slow]) for n in TREES])
-def test_the_round_of_a_tree_mixes_nothing_and_is_recorded(monkeypatch, name, samplings):
-    """Its passes are, with the parents as data. A head that chooses the likeliest paths looks at them, and waits."""
-    found, device = rounds(monkeypatch, TREES[name], kept, ALL[samplings])
-    looks = {wait for waits, _ in found for wait in waits}
-    assert looks <= ({"item"} if "head" in name else set())
+@pytest.mark.parametrize(("name", "samplings"), TREE_CASES)
+def test_the_round_of_a_tree_waits_for_nothing_but_its_fetch(monkeypatch, name, samplings):
+    """Its passes are recorded, with the parents as data; rows of likeliest paths and of drawn ones go together."""
+    found, device = rounds(monkeypatch, TREES[name], "tree", ALL[samplings])
+    assert found == [([], 2 if name in (*READS, "chain") else 1)] * len(found)
     assert device.recorded > 0
+
+
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_log_probabilities_of_a_tree_come_in_the_same_fetch(monkeypatch, name):
+    found, _ = rounds(monkeypatch, TREES[name], "tree", logprobs=True)
+    assert found == [([], 2 if name in READS else 1)] * len(found)
 
 
 class Curious(NGram):
@@ -187,6 +190,14 @@ def test_what_lies_on_the_host_is_not_mixed_in(monkeypatch):
         rounds(monkeypatch, lambda model: Curious(lambda draft: draft.lengths + torch.ones(len(draft.lengths))))
 
 
-def test_a_mask_is_no_index(monkeypatch):
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda draft: draft.tokens[draft.tokens > 0],
+        lambda draft: draft.tokens.__setitem__(draft.tokens > 0, torch.ones_like(draft.tokens[0, 0])),
+    ],
+    ids=["read", "written"],
+)
+def test_a_mask_is_no_index(monkeypatch, does):
     with pytest.raises(AssertionError, match="indexing by a mask waits"):
-        rounds(monkeypatch, lambda model: Curious(lambda draft: draft.tokens[draft.tokens > 0]))
+        rounds(monkeypatch, lambda model: Curious(does))

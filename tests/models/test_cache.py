@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftproof.core.lineage import lineage
 from draftproof.models.cache import BUCKET, SlotCache
 from draftproof.models.masks import chain, tree
 from draftproof.models.toy import Toy
-from draftproof.models.tree import lineage
 from models.reference import branch
 
 CPU = torch.device("cpu")

@@ -6,12 +6,13 @@ import torch
 import triton
 from compile_all import NoDevice
 
+from draftproof.train.loss import WIDEST
 from draftproof.train.slope import compare, launched
 
 
 def main(capability: int) -> None:
     triton.runtime.driver.set_active(NoDevice(capability))
-    for R in (8192, 1000):
+    for R in (8192, 12288, WIDEST, 1000):
         rows, numbers = torch.empty(2, R, dtype=torch.bfloat16), torch.empty(2)
         compiled = compare.warmup(rows, rows, numbers, numbers, numbers, R, 0.4, grid=(2,), **launched(R))
         print(compiled.name)

@@ -61,6 +61,17 @@ def test_a_pause_keeps_what_was_made_and_other_texts_follow(tmp_path, few_rows):
     assert not torch.equal(after.tokens[8:16], before.tokens)
 
 
+def test_plans_with_other_seeds_have_other_texts(tmp_path, few_rows):
+    """In every wave: a head that goes on with the next seed is to read something new."""
+    made = []
+    for seed in (0, 1):
+        place = place_in(tmp_path / str(seed), seed=seed)
+        corpus(place, pupil(), byte_level(), Budget(60.0, clock=Ticks(0.5)), silent)
+        made.append({tuple(wave.flatten().tolist()) for wave in kept(place.folder).tokens.split(8)})
+    assert min(map(len, made)) >= 2
+    assert not made[0] & made[1]
+
+
 def test_a_student_that_has_begun_keeps_its_texts(tmp_path, few_rows):
     place = place_in(tmp_path)
     corpus(place, pupil(), byte_level(), Budget(4.0, clock=Ticks(0.5)), silent)

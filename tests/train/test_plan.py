@@ -6,7 +6,7 @@ import pytest
 
 from draftproof.train.budget import Budget, PausedError
 from draftproof.train.plan import Plan, workplace
-from draftproof.train.student import LEAST_RATE, WARM, rate
+from draftproof.train.student import LEAST_RATE, SINGLE, WARM, rate
 
 
 class Clock:
@@ -58,6 +58,8 @@ def test_the_learning_rate_warms_up_and_cools_down():
         ({"depth": 0}, "depth and batch"),
         ({"batch": 0}, "depth and batch"),
         ({"learning_rate": 2.0}, "learning_rate"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"data": 1.0}, "data=1.0: a share of the time"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(tmp_path, wrong, said):
@@ -69,6 +71,16 @@ def test_the_command_that_makes_it_again_names_no_folder_of_this_machine(tmp_pat
     plan = Plan(target=str(tmp_path), out=tmp_path / "head", minutes=2.5, vocab=64)
     wanted = f"draftproof train --target {tmp_path.name} --out head --minutes 2.5 --vocab 64 --depth 5 --seed 0 "
     assert plan.command == wanted + "--length 642 --batch 24 --learning-rate 0.001"
+
+
+def test_a_head_that_goes_on_learns_at_half_the_rate_unless_told(tmp_path):
+    new = Plan(target="smollm2", out=tmp_path / "head")
+    started = dataclasses.replace(new, start=tmp_path / "old")
+    assert (new.course.learning_rate, new.course.single) == (1e-3, SINGLE)
+    assert (started.course.learning_rate, started.course.single) == (5e-4, 0.0)
+    assert dataclasses.replace(started, learning_rate=2e-4).course.learning_rate == 2e-4
+    assert started.as_json()["learning_rate"] == 5e-4
+    assert "--minutes 30 --start old --depth 5" in started.command
 
 
 def test_a_folder_with_something_in_it_is_not_written_over(tmp_path):
@@ -87,6 +99,6 @@ def test_there_must_be_something_to_go_on_with(tmp_path):
 def test_a_run_goes_on_with_its_own_plan_only(tmp_path):
     plan = Plan(target="smollm2", out=tmp_path / "head")
     workplace(plan, resume=False).spend(17.0)
-    assert workplace(dataclasses.replace(plan, minutes=60.0), resume=True).spent == 17.0
+    assert workplace(dataclasses.replace(plan, minutes=60.0, counts=False), resume=True).spent == 17.0
     with pytest.raises(ValueError, match="begun with depth=5, and now it is 3"):
         workplace(dataclasses.replace(plan, depth=3), resume=True)

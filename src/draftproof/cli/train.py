@@ -8,12 +8,16 @@ import click
 HELP = """Train a head that drafts for a target: the target talks to itself, the head learns to guess what it says.
 
 All of it happens here: data, training, and an evaluation in the engine's own loop, within --minutes. A GPU is used
-where there is one; a small target also trains on a CPU, in hours. A run that was ended goes on with --resume.
+where there is one; a small target also trains on a CPU, in hours. A run that was ended goes on with --resume. A head
+that is finished is taught more with --start: a new run on new texts (hence another --seed) begins with its weights.
+Its vocabulary may be another, as the output rows are the target's own. The new sheet (head.json) tells the old head's
+name, sha256 and command.
 
 \b
 Examples:
   draftproof train --target Qwen/Qwen3-0.6B --out heads/qwen3-0.6b --minutes 60
   draftproof train --target Qwen/Qwen3-0.6B --out heads/qwen3-0.6b --minutes 60 --resume
+  draftproof train --target Qwen/Qwen3-0.6B --out heads/better --start heads/qwen3-0.6b --seed 1 --vocab 16384
   draftproof generate --target Qwen/Qwen3-0.6B --drafter head:heads/qwen3-0.6b "Why is the sky blue?" --stats
 
 The folder then holds the head (head.safetensors, head.json), its figures (figures.json, acceptance.png), and what a
@@ -24,17 +28,20 @@ The folder then holds the head (head.safetensors, head.json), its figures (figur
 @click.command(help=HELP, short_help="A drafting head for a target, taught by the target itself.")
 @click.option("--target", metavar="MODEL", required=True, help="smollm2, a folder or a hub id; decoder-only.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the head.")
+@click.option("--start", type=click.Path(path_type=Path), help="The folder of a head of this target to begin with.")
 @click.option("--minutes", type=float, default=30.0, show_default=True, help="For everything. Kept.")
+@click.option("--data", type=float, metavar="SHARE", help="Of the minutes, for texts. [0.25; GPU 0.4, --start 0.34]")
 @click.option("--vocab", type=int, help="Tokens the head can say: the most frequent. [8192, or all]")
 @click.option("--depth", type=click.IntRange(1), default=5, show_default=True, help="Draft length it is trained for.")
 @click.option("--length", type=click.IntRange(32), default=642, show_default=True, help="Tokens of a training text.")
 @click.option("--batch", type=click.IntRange(1), default=24, show_default=True, help="Texts of a training step.")
-@click.option("--learning-rate", type=float, default=1e-3, show_default=True, help="At its height.")
+@click.option("--learning-rate", type=float, help="At its height. [0.001; with --start 0.0005]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of data, first weights and order.")
 @click.option("--device", metavar="NAME", help="cuda, cpu …; default: CUDA where there is one.")
 @click.option("--name", metavar="NAME", help="What people call the target, for the head's sheet.")
 @click.option("--licence", metavar="NAME", help="Of the head, for its sheet. [that of the target's weights]")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="For the evaluation.")
+@click.option("--counts/--no-counts", default=True, help="Whether to try the head in the engine's loop at the end.")
 @click.option("--resume", is_flag=True, help="Go on with what lies in --out.")
 @click.option("--pause-after", type=float, metavar="MINUTES", help="Put the work aside then; --resume goes on.")
 def train(resume: bool, pause_after: float | None, **asked: Any) -> int:

@@ -25,8 +25,9 @@ def train(asked: dict[str, Any], resume: bool, pause_after: float | None) -> int
         console.print(str(paused), markup=False)
         return 0
     out = screen()
-    out.print(f"Tokens for each pass of {plan.called}, drafts of 4 tokens:", markup=False)
-    out.print(table(figures["tokens_per_pass"]), markup=False)
+    if plan.counts:
+        out.print(f"Tokens for each pass of {plan.called}, drafts of 4 tokens:", markup=False)
+        out.print(table(figures["tokens_per_pass"]), markup=False)
     out.print(f"{plan.out}: load(…, drafter='head:{plan.out}')", markup=False, soft_wrap=True)
     return 0
 

@@ -22,7 +22,7 @@ AT_ONCE: Final = (0, 4, 16, 32, TRIALS)
 
 def close(weights: Float[Tensor, "N V"], noise: Noise, lane: int = 0) -> Int[Tensor, " N"]:
     """A draw in proportion to `weights` with the round's closing noise."""
-    first, second = noise.pair(Site.CLOSE, torch.tensor([lane], device=weights.device))
+    first, second = noise.pair(Site.CLOSE, torch.full((1,), lane, device=weights.device))
     return draw(weights, first[:, 0], second[:, 0])
 
 

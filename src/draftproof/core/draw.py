@@ -5,18 +5,46 @@ in it. Two numbers of 53 bits reach any tail; one of 24 would leave most of a la
 that has the chunk sums from its pass over the logits needs to read one chunk more, not the row.
 """
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.core import host
+
 CHUNK = 512
 """Tokens in a chunk. Part of the contract: another size would give other tokens for the same noise."""
+
+FEW = 64
+"""Rows on the host up to which each is looked into by itself."""
+
+Row = npt.NDArray[Any]
 
 
 def draw(weights: Float[Tensor, "B V"], first: Float[Tensor, " B"], second: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
     """One token a row, with probability proportional to its weight; never one of weight 0."""
+    if host.is_host(weights.device) and len(weights) <= FEW and weights.dtype in (torch.float32, torch.float64):
+        numbers = first.tolist(), second.tolist()
+        rows = zip(weights.numpy(), chunk_sums(weights).numpy(), *numbers, strict=True)
+        return torch.tensor([pick(*row) for row in rows], dtype=torch.long)
     chunk = invert(chunk_sums(weights), first[:, None])
     return chunk[:, 0] * CHUNK + invert(chunk_weights(weights, chunk)[:, 0], second[:, None])[:, 0]
+
+
+def pick(weights: Row, sums: Row, first: float, second: float) -> int:
+    """One row's token; `sums` are those of its chunks. numpy's small operations cost a quarter of torch's."""
+    chunk = _first_beyond(sums, first)
+    return chunk * CHUNK + _first_beyond(weights[chunk * CHUNK : (chunk + 1) * CHUNK], second)
+
+
+def _first_beyond(weights: Row, uniform: float) -> int:
+    """Twin: `invert`."""
+    running = weights.cumsum(dtype=np.float64)
+    total = running[-1]
+    return min(int(running.searchsorted(uniform * total, side="right")), int(np.count_nonzero(running < total)))
 
 
 def chunk_sums(weights: Float[Tensor, "*B V"]) -> Float[Tensor, "*B C"]:

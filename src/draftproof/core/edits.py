@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof.core.law import Vocab
+from draftproof.core.lineage import lineage
 from draftproof.core.types import PAD, Draft, History
 
 if TYPE_CHECKING:
@@ -98,16 +99,10 @@ def _drafted(
 def ancestors(draft: Draft) -> Bool[Tensor, "B J K"]:
     """Which slots come before each scored position: none at 0; at i + 1 slot i and all it descends from."""
     B, K = draft.tokens.shape
-    device = draft.tokens.device
     if draft.parents is None:
-        lower = torch.ones((K + 1, K), dtype=torch.bool, device=device).tril(-1)
+        lower = torch.ones((K + 1, K), dtype=torch.bool, device=draft.tokens.device).tril(-1)
         return lower.expand(B, K + 1, K)
-    before = torch.zeros((B, K + 1, K), dtype=torch.bool, device=device)
-    rows = torch.arange(B, device=device)
-    for i in range(K):  # a slot comes after its parent, so the parent's line is complete
-        before[:, i + 1] = before[rows, draft.parents[:, i] + 1]
-        before[:, i + 1, i] = True
-    return before
+    return lineage(draft.parents)[..., 1:]
 
 
 def _ids(tokens: Tensor | Iterable[int], device: torch.device) -> Int[Tensor, " N"]:

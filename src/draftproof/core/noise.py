@@ -69,8 +69,8 @@ class Noise:
         """One number a lane, Exp(1), never 0: a clock at 0 would win any race, whatever its rate."""
         return -torch.log1p(-(self.uniform(site, lanes, j) + 2.0**-54))
 
-    def pairs(self, site: Site | Tensor, lanes: Tensor, j: int = 0) -> Float[Tensor, "2 B N"]:
-        """Both numbers of each counter (lane, j, start, site); one site, or one for each lane."""
+    def pairs(self, site: Site | Tensor, lanes: Tensor, j: int | Tensor = 0) -> Float[Tensor, "2 B N"]:
+        """Both numbers of each counter (lane, j, start, site); one site and one j, or one for each lane."""
         shape = (4, len(self.seeds), lanes.shape[-1])
         if lanes.device.type != "cpu":
             counter = torch.empty(shape, dtype=torch.int64, device=lanes.device)
@@ -79,7 +79,8 @@ class Noise:
             return ((words[0::2] >> 5) * 2**26 + (words[1::2] >> 6)).double() * 2.0**-53
         # numpy's small operations cost a quarter of torch's, and a round needs a few numbers only
         array = np.empty(shape, dtype=np.uint32)
-        array[0], array[1], array[2] = lanes.numpy(), j, self.starts.numpy()[:, None]
+        array[0], array[2] = lanes.numpy(), self.starts.numpy()[:, None]
+        array[1] = j.numpy() if isinstance(j, Tensor) else j
         array[3] = site.numpy() if isinstance(site, Tensor) else site
         seeds = self.seeds.numpy()[:, None]
         even, odd = philox_numpy(array, np.stack([seeds, seeds >> 32]).astype(np.uint32))

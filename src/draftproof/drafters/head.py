@@ -96,7 +96,7 @@ class HeadDrafter:
             tokens = self._head.vocab.ids[law.logits.topk(self._branches).indices]
             return tokens, law.log_probs(tokens)
 
-        return chosen(grow_levels(h, slots, self._branches, score, self._memory.branch), h.device, tree=True)
+        return grow_levels(h, slots, self._branches, score, self._memory.branch)
 
 
 def draw(
@@ -109,7 +109,7 @@ def draw(
     """
     noise, vocab = draws.noise, draws.vocab
     assert vocab is not None
-    if kernels.draws_from(logits) and not greedy and not noise.shared:
+    if not greedy and (draws.on_host(logits) or (kernels.draws_from(logits) and not noise.shared)):
         return draws(logits, histories, j)
     law = draws.law(logits, histories)
     if greedy:

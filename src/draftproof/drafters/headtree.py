@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftproof.core.types import ROOT
-from draftproof.drafters.guess import Guess
+from draftproof.core import host
+from draftproof.core.host import sent
+from draftproof.core.types import PAD, ROOT, Draft
 
 Score = Callable[[Float[Tensor, "B w H"]], tuple[Int[Tensor, "B w c"], Float[Tensor, "B w c"]]]
 """The likeliest tokens behind each state, and their log-probabilities."""
@@ -21,17 +22,21 @@ Follow = Callable[[Int[Tensor, "B w"], Float[Tensor, "B w H"], Bool[Tensor, "B w
 """The states behind the nodes of a level; see `HeadReader.branch`."""
 
 
-def grow_levels(h: Float[Tensor, "B H"], slots: Sequence[int], width: int, score: Score, follow: Follow) -> list[Guess]:
-    """Up to slots[b] nodes for each row; `width` nodes of a level are followed."""
+def grow_levels(h: Float[Tensor, "B H"], slots: Sequence[int], width: int, score: Score, follow: Follow) -> Draft:
+    """Up to slots[b] nodes for each row; `width` nodes of a level are followed.
+
+    Where a level can add nothing more the growth ends. Elsewhere than on the host asking would be waiting, so as many
+    levels are followed as a chain of so many slots would take steps: the tree is the same.
+    """
     seen = Seen.start(*score(h[:, None]))
     level = Level.start(h)
     for _ in range(1, max(slots)):
         best = seen.best_of_level(width)
-        if not seen.may_gain(best, slots):
+        if host.is_host(h.device) and not seen.may_gain(best, slots):
             break
         level = level.behind(seen.tokens.gather(1, best), seen.place(best), follow)
         seen.add(best, *score(level.states))
-    return seen.guesses(slots)
+    return seen.likeliest(slots)
 
 
 @dataclass(slots=True)
@@ -79,9 +84,19 @@ class Seen:
         """Which of the nodes followed last these candidates of the present level stand behind."""
         return self.places.gather(1, candidates - (self.paths.shape[1] - self.width))
 
-    def guesses(self, slots: Sequence[int]) -> list[Guess]:
-        rows = zip(self.tokens.tolist(), self.paths.tolist(), self.parents.tolist(), slots, strict=True)
-        return [_likeliest(*row) for row in rows]
+    def likeliest(self, slots: Sequence[int]) -> Draft:
+        """The best nodes, parents first: no path is likelier than its beginning, and of two equal ones the older comes
+        first. What cannot be said at all is left out."""
+        possible = self.paths > -torch.inf
+        order = self.paths.where(possible, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+        lengths = possible.sum(1).minimum(sent(slots, order.device))
+        K = int(lengths.max()) if host.is_host(lengths.device) else min(max(slots), order.shape[1])
+        beyond = torch.arange(K, device=lengths.device) >= lengths[:, None]
+        slot = order.argsort(1)  # of every candidate
+        parents = self.parents.gather(1, order[:, :K])
+        parents = torch.where(parents == ROOT, ROOT, slot.gather(1, parents.clamp_min(0)))
+        tokens = self.tokens.gather(1, order[:, :K]).masked_fill(beyond, PAD)
+        return Draft(tokens, lengths, parents=parents.masked_fill(beyond, ROOT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +119,3 @@ class Level:
         lineage = torch.cat([above, own], 2)
         states = self.states.gather(1, place.expand(B, w, self.states.shape[2]))
         return Level(follow(tokens, states, lineage), lineage)
-
-
-def _likeliest(tokens: list[int], paths: list[float], parents: list[int], most: int) -> Guess:
-    """The best nodes, parents first. What cannot be said at all is left out."""
-    order = sorted((i for i, path in enumerate(paths) if path > -torch.inf), key=lambda i: -paths[i])[:most]
-    slot = {candidate: at for at, candidate in enumerate(order)} | {ROOT: ROOT}
-    return Guess([tokens[i] for i in order], [slot[parents[i]] for i in order])

@@ -16,13 +16,14 @@ from torch import Tensor
 from draftproof.core import host
 from draftproof.core.law import Law
 from draftproof.core.noise import Noise
-from draftproof.core.sampling import warp
 from draftproof.core.types import PAD, Draft, History, Verdict
+from draftproof.drafters.penalties import law_of
 from draftproof.engine.clock import Clock
 from draftproof.engine.grammar import masks
 from draftproof.engine.request import Session
 from draftproof.models import Forward
 from draftproof.verify import Verifier, fused
+from draftproof.verify.shape import check_parents, misplaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ def warped(sessions: Sequence[Session], forward: Forward, draft: Draft) -> Law:
 
 
 def _warped(sessions: Sequence[Session], forward: Forward, draft: Draft, allowed: Bool[Tensor, "B J V"] | None) -> Law:
-    return warp(forward.logits, [s.sampling for s in sessions], _history(sessions), draft, allowed)
+    samplings = [s.sampling for s in sessions]
+    return law_of(forward.logits, samplings, _history(sessions), draft=draft, allowed=allowed)
 
 
 def judge(scored: Scored, laws: Laws, verify: Verifier, clock: Clock) -> Told:
@@ -104,7 +106,13 @@ def _by_reference(scored: Scored, laws: Laws, verify: Verifier, clock: Clock) ->
         verdict = verify(p, scored.draft, scored.noise)
     with clock("commit"):
         log_p = _log_probs(p, verdict) if _wants_log_probs(scored.sessions) else None
-        return _tell(scored, verdict, _sound(broken, verdict), log_p)
+        sound = _sound(broken, verdict)
+        if scored.draft.parents is not None and not host.is_host(sound.device):
+            sound = sound.masked_fill(misplaced(scored.draft).any(1), PAD)
+        told = _tell(scored, verdict, sound, log_p)
+    if PAD in told.sound:  # the rule could not look at the parents, which would have been to wait
+        check_parents(scored.draft)
+    return told
 
 
 def _wants_log_probs(sessions: Sequence[Session]) -> bool:

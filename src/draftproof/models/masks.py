@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftproof.models.tree import lineage
+from draftproof.core.lineage import lineage
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,9 @@ CPU_ROWS: Final = 32
 GPU_SHARE: Final = 0.55
 """Of the free memory of a GPU, for the keys and values of a wave."""
 
+SEEDS: Final = 100_003
+"""Waves that one seed has numbers for: plans with seeds next to each other have no text in common."""
+
 HELD_OUT: Final = 32
 """One text in so many is kept for the evaluation."""
 
@@ -51,7 +54,8 @@ def corpus(place: Workplace, model: PreTrainedModel, tokenizer: Any, budget: Bud
     rows = rows_at_once(model, length)
     while not (files := _files(place.folder)) or _may_grow(place, budget, took):
         before = budget.spent
-        wave = _wave(model, tokenizer, rows, length, plan.seed + len(files), budget, report)
+        place.spend(before)
+        wave = _wave(model, tokenizer, rows, length, plan.seed * SEEDS + len(files), budget, report)
         if files and wave.tokens.shape[1] < kept(place.folder).tokens.shape[1]:
             break  # cut short by the clock, and texts of one length train together
         _write(place.folder / f"texts-{len(files):03}.safetensors", wave)

@@ -5,10 +5,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from draftproof.train.student import Course
+from draftproof.train.student import SINGLE, Course
 
 DEFAULT_VOCAB: Final = 8192
-FREE_TO_CHANGE: Final = frozenset({"target", "out", "minutes", "device", "name", "licence", "prompts"})
+LEARNING_RATE: Final = 1e-3
+LATER_RATE: Final = 5e-4
+"""Of a head that goes on from another: at the full rate it would first forget what it is to keep."""
+
+FREE_TO_CHANGE: Final = frozenset(
+    {"target", "out", "minutes", "data", "counts", "device", "name", "licence", "prompts"}
+)
 """What a run that goes on may be told anew; the rest would make another head."""
 
 
@@ -18,7 +24,11 @@ class Plan:
 
     target   "smollm2" (bundled), a folder or a hub id; `name` is what people call it
     out      the folder of the head
+    start    the folder of a head of the same target, with whose weights this one begins. It is unrolled from the first
+             step, learns at half the rate, and needs a seed of its own: with the same it would read the same texts
     minutes  for everything: data, training, evaluation
+    data     their share for the making of texts; the default depends on the machine (train.py)
+    counts   whether the head is tried in the engine's loop at the end
     vocab    tokens that the head can say; default 8192, or all that the target has
     depth    tokens of the drafts it is trained for
     length   tokens of a text, of which all but two are positions of the head: 8 divides their number, as GPUs like it
@@ -27,13 +37,16 @@ class Plan:
 
     target: str
     out: Path
+    start: Path | None = None
     minutes: float = 30.0
+    data: float | None = None
+    counts: bool = True
     vocab: int | None = None
     depth: int = 5
     seed: int = 0
     length: int = 642
     batch: int = 24
-    learning_rate: float = 1e-3
+    learning_rate: float | None = None
     device: str | None = None
     name: str | None = None
     licence: str = "that of the target's weights"
@@ -43,12 +56,15 @@ class Plan:
         if not self.minutes > 0:
             raise ValueError(f"minutes must be more than 0; got {self.minutes}")
         self.course.check()
+        if self.data is not None and not 0 < self.data < 1:
+            raise ValueError(f"data={self.data}: a share of the time, between 0 and 1; 0.3 is usual")
         if self.length < 32:
             raise ValueError(f"length={self.length}: a text needs at least 32 tokens to learn drafts from")
 
     @property
     def course(self) -> Course:
-        return Course(self.depth, self.batch, self.learning_rate, self.seed)
+        rate = self.learning_rate if self.learning_rate is not None else LATER_RATE if self.start else LEARNING_RATE
+        return Course(self.depth, self.batch, rate, self.seed, single=0.0 if self.start else SINGLE)
 
     @property
     def called(self) -> str:
@@ -59,14 +75,17 @@ class Plan:
         """What makes such a head again, wherever its folders are."""
         target = Path(self.target).name if Path(self.target).exists() else self.target
         asked = {"target": target, "out": self.out.name, "minutes": f"{self.minutes:g}"}
-        for name in ("vocab", "depth", "seed", "length", "batch", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None:
-                asked[name] = f"{value:g}"
+        if self.start:
+            asked["start"] = self.start.name
+        numbers = {**asdict(self), "learning_rate": self.course.learning_rate}
+        for name in ("data", "vocab", "depth", "seed", "length", "batch", "learning_rate"):
+            if numbers[name] is not None:
+                asked[name] = f"{numbers[name]:g}"
         return "draftproof train " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items())
 
     def as_json(self) -> dict[str, Any]:
-        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        told = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return {**told, "learning_rate": self.course.learning_rate}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +100,16 @@ class Workplace:
         return self.folder / "student.pt"
 
     @property
+    def begun(self) -> bool:
+        return (self.folder / "state.json").is_file()
+
+    @property
     def spent(self) -> float:
-        return float(self._state()["spent"])
+        return float(self._state()["spent"]) if self.begun else 0.0
 
     def spend(self, seconds: float) -> None:
         """Write down what was spent so far, all runs together."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.folder / "state.part"
         state = {"plan": self.plan.as_json(), "spent": seconds}
         unfinished.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
@@ -107,16 +131,12 @@ class Workplace:
 
 
 def workplace(plan: Plan, resume: bool) -> Workplace:
-    """The folder to work in: a new one, or with `resume` the one that is there."""
+    """The folder to work in: a new one, made when there is something to keep, or with `resume` that which is there."""
     place = Workplace(plan.out / "work", plan)
-    begun = (place.folder / "state.json").is_file()
-    if resume and not begun:
+    if resume and not place.begun:
         raise ValueError(f"there is nothing to go on with in {plan.out}: leave out --resume to begin")
     if not resume and plan.out.exists() and (not plan.out.is_dir() or any(plan.out.iterdir())):
         raise ValueError(f"{plan.out} exists and is not empty: give --resume to go on with it, or another --out")
     if resume:
         place.check()
-    else:
-        place.folder.mkdir(parents=True)
-        place.spend(0.0)
     return place

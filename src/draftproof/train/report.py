@@ -51,21 +51,25 @@ def _cell(value: float | None, wide: int) -> str:
 
 
 def plot(figures: Figures, path: Path) -> bool:
-    """Acceptance as it was learnt, and tokens for each pass by kind. False where matplotlib is missing."""
+    """Acceptance as it was learnt, and if they were counted tokens for each pass by kind. False where matplotlib is
+    missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    learnt, fared = figure.subplots(1, 2)
+    per_pass = figures.get("tokens_per_pass", {})
+    panels = 2 if per_pass else 1
+    figure = Figure(figsize=(5.5 * panels, 4.2), layout="constrained")
+    learnt, *fared = figure.subplots(1, panels, squeeze=False)[0]
     for step in range(figures["plan"]["depth"]):
         points = [(h["steps"], h["accepted"][step]) for h in figures["history"] if len(h["accepted"]) > step]
         if points:
             learnt.plot(*zip(*points, strict=True), label=f"token {step + 1}", linewidth=1)
     learnt.set(xlabel="step", ylabel="acceptance at temperature 1, given the true text")
     learnt.legend(frameon=False, fontsize="small")
-    _bars(fared, figures["tokens_per_pass"])
-    for axes in (learnt, fared):
+    for axes in fared:
+        _bars(axes, per_pass)
+    for axes in (learnt, *fared):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     return True

@@ -43,12 +43,13 @@ MEMORY: Final = 0.999
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How a head is taught."""
+    """How a head is taught. `single`: the share of the training in which it is not unrolled."""
 
     depth: int = 5
     batch: int = 24
     learning_rate: float = 1e-3
     seed: int = 0
+    single: float = SINGLE
 
     def check(self) -> None:
         if self.depth < 1 or self.batch < 1:
@@ -114,7 +115,7 @@ class Student:
 
     def learn(self, lesson: Lesson, progress: float, marks: Marks) -> None:
         """One step. `progress`: the share of the training that is over."""
-        depth, blend = (1, 0.0) if progress < SINGLE else (self.course.depth, BLEND)
+        depth, blend = (1, 0.0) if progress < self.course.single else (self.course.depth, BLEND)
         for group in self.optimizer.param_groups:
             group["lr"] = self.course.learning_rate * rate(self.steps, progress)
         outs = self.outs(lesson, depth, self.head)

@@ -3,18 +3,16 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 
-from draftproof.core.law import Law
-from draftproof.core.noise import Noise
-from draftproof.core.types import Draft, Verdict
 from draftproof.engine.load import load
 from draftproof.models.door import head_size
+from draftproof.models.head import Head
 from draftproof.models.headfile import meta_for, save
 from draftproof.models.hf import HFModel
 from draftproof.models.steady import steady_attention
@@ -22,31 +20,33 @@ from draftproof.models.tapped import shape_for
 from draftproof.train import report as reports
 from draftproof.train.budget import DATA, Budget
 from draftproof.train.corpus import Corpus, corpus, ends_of, frequent
-from draftproof.train.exam import Exam, examine
-from draftproof.train.in_loop import SAMPLINGS, held_out, tallies
+from draftproof.train.exam import examine
 from draftproof.train.notes import Notes, room_on
+from draftproof.train.origin import Origin, origin
 from draftproof.train.plan import DEFAULT_VOCAB, Plan, Workplace, workplace
 from draftproof.train.report import Figures
-from draftproof.train.student import Student, needs, new_head
+from draftproof.train.student import Student, needs
 from draftproof.train.study import Progress, Study
 from draftproof.train.teacher import Teacher, counted
-from draftproof.verify.block import block
-
-DRAFTED: Final = 4
-"""Tokens of a draft in the evaluation: what others are measured with."""
+from draftproof.train.trial import tried
 
 EXAM: Final = 0.2
 """Of the time for the evaluation: the rest is the loop's."""
 
-GPU_BATCH: Final = 64
-CPU_BATCH: Final = 8
 GPU_EVALUATION: Final = 45.0
 CPU_EVALUATION: Final = 600.0
 """Seconds in which all prompts are answered, and a little more."""
 
+GPU_EXAM: Final = 6.0
+CPU_EXAM: Final = 60.0
+"""Seconds of an evaluation without them."""
+
 GPU_DATA: Final = 0.4
 """Of the time, for texts, where a training reads a text in less than a tenth of the time in which it was made: more
 texts are worth more there than more epochs."""
+
+GPU_LATER_DATA: Final = 0.34
+"""The same for a head that goes on: it has read others before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,16 @@ def train(
     """
     watch = watch or Watch()
     place = workplace(plan, resume)
-    longest, data = (GPU_EVALUATION, GPU_DATA) if _on_gpu(plan) else (CPU_EVALUATION, DATA)
-    budget = Budget(60 * plan.minutes, place.spent, pause, longest, data, clock)
+    budget = Budget(60 * plan.minutes, place.spent, pause, *_shares(plan), clock)
     try:
         with steady_attention(_device(plan)):
             figures = _learnt(place, budget, watch)
-            _write(plan, figures)  # whatever becomes of the evaluation
-            figures["tokens_per_pass"], figures["texts_in_the_loop"] = _in_the_loop(plan, budget, watch)
+            if plan.counts:
+                made = tried(plan, _device(plan), budget, watch.stage)
+                figures["tokens_per_pass"], figures["texts_in_the_loop"] = made
     finally:
-        place.spend(budget.spent)
+        if place.begun:
+            place.spend(budget.spent)
     figures["seconds"]["all"] = budget.spent
     _write(plan, figures)
     if not reports.plot(figures, plan.out / "acceptance.png"):
@@ -88,23 +89,38 @@ def train(
     return figures
 
 
+def _shares(plan: Plan) -> tuple[float, float]:
+    """The most seconds that the evaluation takes, and the share of the data."""
+    if not _on_gpu(plan):
+        return CPU_EVALUATION if plan.counts else CPU_EXAM, plan.data or DATA
+    return GPU_EVALUATION if plan.counts else GPU_EXAM, plan.data or (GPU_LATER_DATA if plan.start else GPU_DATA)
+
+
 def _learnt(place: Workplace, budget: Budget, watch: Watch) -> Figures:
-    """Data, training, and the head on disk."""
+    """Data, training, and the head on disk: there as soon as it has been trained, whatever becomes of the rest."""
     plan = place.plan
     model, tokenizer = _target(plan)
+    begun = origin(plan, model)
     texts = corpus(place, model, tokenizer, budget, watch.stage)
     watch.say(f"{len(texts.train)} texts of {texts.train.tokens.shape[1]} tokens")
     teacher = _teacher(plan, model, tokenizer, texts)
-    study = _study(place, model, teacher, texts, budget)
+    study = _study(place, begun.head.to(model.device), teacher, texts, budget)
     study.run(watch.progress)
+    figures = _figures(plan, budget, texts, study, begun)
+    _keep(plan, figures, study.student, teacher, model)
     budget.check_pause(budget.for_evaluation)
-    exam = examine(study.student, teacher, texts.held_out, EXAM * budget.left_until(budget.seconds))
-    figures = _figures(plan, budget, texts, study, exam)
+    seconds = (EXAM if plan.counts else 1.0) * budget.left_until(budget.seconds)
+    figures["held_out"] = asdict(examine(study.student, teacher, texts.held_out, seconds))
+    _keep(plan, figures, study.student, teacher, model)
+    return figures
+
+
+def _keep(plan: Plan, figures: Figures, student: Student, teacher: Teacher, model: PreTrainedModel) -> None:
+    """The head and its figures, as far as they are known."""
     training = {name: value for name, value in figures.items() if name != "history"}
     ids = tuple(teacher.ids.tolist())
-    meta = meta_for(model, ids, target=plan.called, training=training, licence=plan.licence)
-    save(plan.out, study.student.average, meta)
-    return figures
+    save(plan.out, student.average, meta_for(model, ids, target=plan.called, training=training, licence=plan.licence))
+    _write(plan, figures)
 
 
 def _target(plan: Plan) -> tuple[PreTrainedModel, Any]:
@@ -126,29 +142,32 @@ def _teacher(plan: Plan, model: PreTrainedModel, tokenizer: Any, texts: Corpus) 
     return Teacher(model, shape_for(model).taps, ids)
 
 
-def _study(place: Workplace, model: PreTrainedModel, teacher: Teacher, texts: Corpus, budget: Budget) -> Study:
-    """A new student, or the one of the checkpoint."""
+def _study(place: Workplace, head: Head, teacher: Teacher, texts: Corpus, budget: Budget) -> Study:
+    """A student that begins with this head, or the one of the checkpoint."""
     plan = place.plan
     if not len(counted(texts.train, plan.depth)):
         raise ValueError(
             f"{plan.called} answered nothing in {len(texts.train)} texts of {texts.train.tokens.shape[1]} tokens: "
             "there is nothing to learn from. Give more --minutes or a longer --length"
         )
-    student = Student(new_head(model, plan.seed).to(model.device), teacher.rows, plan.course)
+    student = Student(head, teacher.rows, plan.course)
     began, history = budget.spent, list[dict[str, object]]()
     if place.checkpoint.exists():
         kept = student.restore(place.checkpoint)
         began, history = kept["began"], kept["history"]
     length = texts.train.tokens.shape[1]
     needed = needs(student.head.shape, plan.course, length) + teacher.needs(plan.batch * length)
-    notes = Notes(teacher, texts.train, room_on(model.device, needed))
+    notes = Notes(teacher, texts.train, room_on(student.device, needed))
     return Study(student, notes, budget, place, began, history)
 
 
-def _figures(plan: Plan, budget: Budget, texts: Corpus, study: Study, exam: Exam) -> Figures:
+def _figures(plan: Plan, budget: Budget, texts: Corpus, study: Study, begun: Origin) -> Figures:
+    took = replace(plan, minutes=max(plan.minutes, round(budget.spent / 60, 1)))  # told fewer on the way, it took these
+    start = plan.start and plan.start.name
     return {
-        "command": plan.command,
-        "plan": {**plan.as_json(), "target": plan.called, "out": plan.out.name, "prompts": None},
+        "command": took.command,
+        "plan": {**plan.as_json(), "target": plan.called, "out": plan.out.name, "start": start, "prompts": None},
+        "origin": begun.told,
         "versions": reports.versions(),
         "texts": len(texts.train),
         "tokens": texts.tokens,
@@ -157,29 +176,8 @@ def _figures(plan: Plan, budget: Budget, texts: Corpus, study: Study, exam: Exam
         "seconds": {"data": study.began, "training": budget.spent - study.began},
         "step_ms": reports.step_ms(study.history),
         "texts_remembered": study.notes.remembered,
-        "held_out": asdict(exam),
         "history": study.history,
     }
-
-
-def _in_the_loop(plan: Plan, budget: Budget, watch: Watch) -> tuple[dict[str, dict[str, float]], int]:
-    """Tokens for each pass with drafts of DRAFTED tokens, as far as the time goes; float32, as on a CPU."""
-    rows = GPU_BATCH if _on_gpu(plan) else CPU_BATCH
-    how: dict[str, Any] = {"device": plan.device, "num_draft_tokens": DRAFTED, "max_batch": rows, "rule": _by_reference}
-    engine = load(plan.target, f"head:{plan.out}", dtype=torch.float32, **how)
-    prompts, found, texts = held_out(plan.prompts), dict[str, dict[str, float]](), 0
-    for done, (name, sampling) in enumerate(SAMPLINGS.items()):
-        watch.stage("evaluation", done / len(SAMPLINGS))
-        left = budget.left_until(budget.seconds) / (len(SAMPLINGS) - done)
-        made = tallies(engine, prompts, sampling, max_tokens=128, seed=plan.seed, seconds=0.9 * left)
-        found[name] = {kind: tally.per_pass for kind, tally in made.items()}
-        texts = max(texts, made["all"].texts)
-    return found, texts
-
-
-def _by_reference(p: Law, draft: Draft, noise: Noise) -> Verdict:
-    """The default rule, but not by its name: its kernels would be compiled for longer than the evaluation may take."""
-    return block(p, draft, noise)
 
 
 def _device(plan: Plan) -> torch.device:

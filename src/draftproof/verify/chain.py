@@ -56,6 +56,24 @@ def draft_prob_of(
     return drawn if draft.drawn is None else torch.where(draft.drawn[rows, at][:, None], drawn, chosen)
 
 
+def drafted_probs(draft: Draft) -> Float[Tensor, "B K"]:
+    """q of every drafted token, 1 where it was chosen."""
+    if draft.law is None:
+        return torch.ones_like(draft.tokens, dtype=torch.float64)
+    drawn = draft.law.log_prob(draft.tokens).exp()
+    return drawn if draft.drawn is None else drawn.masked_fill(~draft.drawn, 1.0)
+
+
+def slot_laws(draft: Draft, law: Law) -> Float[Tensor, "B K V"]:
+    """q of every slot, dense; `law` is the draft's own. `draft_probs` of all places at once, without a look at them."""
+    q = law.probs()
+    if draft.drawn is None:
+        return q
+    drawn, tokens = draft.drawn[..., None], draft.tokens.clamp_min(0)[..., None]
+    q.masked_fill_(~drawn, 0.0)
+    return q.scatter_(-1, tokens, torch.where(drawn, q.gather(-1, tokens), 1.0))
+
+
 def excess(
     p: Float[Tensor, "N V"], draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"]
 ) -> Float[Tensor, "N V"]:

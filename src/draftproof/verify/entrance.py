@@ -27,7 +27,7 @@ from draftproof.verify.checks import (
     noise_of,
     samplings_of,
 )
-from draftproof.verify.tree import check_parents
+from draftproof.verify.shape import check_parents
 
 Histories = Sequence[History | tuple[Sequence[int] | Tensor, Sequence[int] | Tensor]]
 

@@ -4,194 +4,144 @@ Weng et al. 2025 (arXiv 2505.12398), in our derivation (docs/why-it-is-exact.md)
 w = min(1, w_parent · p(t)/q(t)); when a whole subtree is rejected, its slot's law is taken out of the parent's:
 r = max(0, w·p − q), Z = Σ r, then p ← r/Z and w ← Z/(Z + 1 − w); after its last child a node is kept with probability
 w, the root for certain. On a chain this is block verification; with leaves only, sibling by sibling rejection.
+
+What is taken out of a parent does not depend on what happened below the slot. So the slots can be gone through in their
+own order, all rows in step, and who stops where be decided afterwards: that never looks at a number, and is the way on
+a GPU. On the host it pays to go depth first and to end at the first stop. Both take the same steps on the same numbers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import zip_longest
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.core import host
 from draftproof.core.closing import close
 from draftproof.core.law import Law, normalise
 from draftproof.core.noise import Noise
-from draftproof.core.types import PAD, ROOT, Draft, Inexact, Verdict
-from draftproof.verify.chain import draft_prob_of, draft_probs
+from draftproof.core.types import PAD, Draft, Inexact, Verdict
+from draftproof.verify.chain import draft_probs, drafted_probs, slot_laws
 from draftproof.verify.judgement import Judgement
+from draftproof.verify.shape import Shape, check_parents
 
 
 def tree(p: Law, draft: Draft, noise: Noise) -> Verdict:
     if draft.shared_noise:
         raise Inexact('this draft was drawn with the target\'s own noise, which is a bias under rule="tree"')
-    check_parents(draft)
-    K = draft.tokens.shape[1]
-    coins = torch.nn.functional.pad(noise.coins(K), (1, 0))  # the root stops for certain: its coin is 0
-    node = torch.zeros_like(draft.lengths)
-    weights = p.logits.new_empty(len(node), p.vocab_size)  # what each row's closing token is drawn from
-    walk = Walk.start(p, draft)
-    for stop in walk.stations():
-        stops = coins[stop.rows, stop.node] < stop.chance
-        node[stop.rows[stops]] = stop.node[stops]
-        weights[stop.rows[stops]] = stop.law[stops]
-        walk.leave(stop.rows[stops])
-    return _verdict(draft, node, close(weights, noise))
+    coins = torch.nn.functional.pad(noise.coins(draft.tokens.shape[1]), (1, 0))  # the root's is 0: it stops for certain
+    if host.is_host(draft.tokens.device):
+        check_parents(draft)
+        walk = Walk.to_the_first_stop(p, draft, coins)
+    else:
+        walk = Walk.through_all(p, draft)
+    node = walk.shape.turn.masked_fill(~(coins < walk.chances()), coins.shape[1]).argmin(1)
+    closing = close(walk.law[torch.arange(len(node), device=node.device), node], noise)
+    return _verdict(draft, walk.shape.path(node), closing)
 
 
 def judge(p: Law, draft: Draft) -> Judgement:
     """Every station, leaves first; what stands behind a row's root is never reached."""
-    B, K = draft.tokens.shape
-    node = torch.zeros((B, K + 1), dtype=torch.long, device=draft.tokens.device)
-    chance = torch.ones((B, K + 1), dtype=torch.float64, device=node.device)
-    closing = p.probs_at(torch.arange(B, device=node.device), node[:, 0])[:, None].repeat(1, K + 1, 1)
-    tried = torch.zeros_like(draft.lengths)
-    for stop in Walk.start(p, draft).stations():
-        place = (stop.rows, tried[stop.rows])
-        node[place], chance[place], closing[place] = stop.node, stop.chance, stop.law
-        tried[stop.rows] += 1
-    return Judgement(node, chance, closing)
+    return Walk.through_all(p, draft).judgement()
 
 
-class Station(NamedTuple):
-    """Where some of the rows may stop now: the node, the chance, the law of the closing token."""
-
-    rows: Int[Tensor, " N"]
-    node: Int[Tensor, " N"]
-    chance: Float[Tensor, " N"]
-    law: Float[Tensor, "N V"]
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Walk:
-    """All rows on their way through their trees, in step. `law` and `weight` hold a row's path, one node a depth."""
+    """All rows on their way through their trees. `law` and `weight` are a node's own as soon as all its children are
+    rejected: who stops there stops with this chance, and closes with a token from this law."""
 
     p: Law
     draft: Draft
-    law: Float[Tensor, "B D V"]
-    weight: Float[Tensor, "B D"]
-    tour: Int[Tensor, "B E"]
-    depth: Int[Tensor, "B J"]
-    going: Tensor
+    shape: Shape
+    law: Float[Tensor, "B J V"]
+    weight: Float[Tensor, "B J"]
+    q: Float[Tensor, "B K"]
+    """Of each drafted token."""
+    q_laws: Float[Tensor, "B K V"] | None = None
+    """The laws that the slots were drawn from, where all of them will be wanted."""
 
     @classmethod
-    def start(cls, p: Law, draft: Draft) -> "Walk":
-        tour, depth = tours(draft)
-        B, D = len(tour), int(depth.max()) + 1
-        everyone = torch.arange(B, device=tour.device)
-        root = p.probs_at(everyone, torch.zeros_like(everyone))
-        law = root.new_zeros(B, D, root.shape[-1])
-        law[:, 0] = root
-        weight = torch.ones((B, D), dtype=torch.float64, device=tour.device)
-        return cls(p, draft, law, weight, tour, depth, torch.ones(B, dtype=torch.bool, device=tour.device))
+    def through_all(cls, p: Law, draft: Draft) -> "Walk":
+        """Take every step, slot by slot. Laws are written out for all nodes and slots: twice the memory of the scores,
+        and once where no slot was drawn."""
+        walk = cls._start(p, draft, p.probs(), None if draft.law is None else slot_laws(draft, draft.law))
+        B, J = walk.weight.shape
+        rows, nodes = torch.arange(B, device=walk.weight.device), torch.arange(J, device=walk.weight.device)
+        for node in nodes[1:].expand(B, J - 1).unbind(1):
+            walk._enter(rows, node)
+            walk._reject(rows, node)
+        return walk
 
-    def leave(self, rows: Int[Tensor, " N"]) -> None:
-        self.going[rows] = False
+    @classmethod
+    def to_the_first_stop(cls, p: Law, draft: Draft, coins: Float[Tensor, "B J"]) -> "Walk":
+        """From station to station, each row until a coin lets it stop. For the host: it looks."""
+        (B, J), everyone = coins.shape, torch.arange(len(coins))
+        walk = cls._start(p, draft, p.logits.new_empty(B, J, p.vocab_size))
+        walk.law[:, 0] = p.probs_at(everyone, torch.zeros_like(everyone))
+        visits, going = walk.shape.visits(), list(range(B))
+        for turn in range(J - 1):
+            going = [b for b in going if turn < len(visits[b])]
+            if not going:
+                break
+            for nodes in zip_longest(*(visits[b][turn].entered for b in going)):
+                rows, node = _columns([(b, n) for b, n in zip(going, nodes, strict=True) if n is not None])
+                walk._enter(rows, node)
+                walk.law[rows, node] = p.probs_at(rows, node)
+            rows, node = _columns([(b, visits[b][turn].node) for b in going])
+            goes_on = ~(coins[rows, node] < walk.weight[rows, node])
+            going = rows[goes_on].tolist()
+            if going:
+                walk._reject(rows[goes_on], node[goes_on])
+        return walk
 
-    def stations(self) -> Iterator[Station]:
-        """Walk on to the next station until every row has left or come past its root.
-
-        An event 2n enters node n, 2n + 1 is its station: all its children are rejected by then. A row that does not
-        leave there takes the node's own slot out of its parent's law.
-        """
-        for event in self.tour.unbind(1):
-            node, is_station = event // 2, event % 2 == 1
-            self._enter(*self._moving(node, ~is_station))
-            rows, here = self._moving(node, is_station)
-            if len(rows):
-                d = self.depth[rows, here]
-                chance = self.weight[rows, d].masked_fill(here == 0, 1.0)
-                yield Station(rows, here, chance, self.law[rows, d])
-                self._reject(*self._moving(node, is_station & (node > 0)))
-            if not bool(self.going.any()):
-                return
-
-    def _moving(self, node: Int[Tensor, " B"], which: Tensor) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
-        rows = (self.going & which & (node >= 0)).nonzero()[:, 0]
-        return rows, node[rows]
+    @classmethod
+    def _start(cls, p: Law, draft: Draft, law: Tensor, q_laws: Tensor | None = None) -> "Walk":
+        """At the root. A node that is not entered has no weight: nobody stops there."""
+        weight = torch.zeros(law.shape[:2], dtype=torch.float64, device=law.device)
+        weight[:, 0] = 1.0
+        return cls(p, draft, Shape.of(draft), law, weight, drafted_probs(draft), q_laws)
 
     def _enter(self, rows: Int[Tensor, " N"], node: Int[Tensor, " N"]) -> None:
-        if not len(rows):
-            return
-        slot, d = node - 1, self.depth[rows, node]
-        drafted = self.draft.tokens[rows, slot]
-        q = draft_prob_of(self.draft, rows, slot, drafted[:, None])[:, 0]
-        wanted = self.weight[rows, d - 1] * self.law[rows, d - 1, drafted]
-        self.weight[rows, d] = torch.where(wanted > 0, (wanted / q).clamp_max(1.0), 0.0)
-        self.law[rows, d] = self.p.probs_at(rows, node)
+        slot = node - 1
+        parent = self.shape.parent[rows, slot]
+        wanted = self.weight[rows, parent] * self.law[rows, parent, self.draft.tokens[rows, slot]]
+        self.weight[rows, node] = torch.where(wanted > 0, (wanted / self.q[rows, slot]).clamp_max(1.0), 0.0)
 
     def _reject(self, rows: Int[Tensor, " N"], node: Int[Tensor, " N"]) -> None:
-        if not len(rows):
-            return
-        d = self.depth[rows, node] - 1
-        w, law = self.weight[rows, d], self.law[rows, d]
+        slot = node - 1
+        parent = self.shape.parent[rows, slot]
+        w, law = self.weight[rows, parent], self.law[rows, parent]
         spare = law * w.to(law.dtype)[:, None]
-        spare.sub_(draft_probs(self.draft, rows, node - 1, law)).clamp_min_(0)
+        spare.sub_(self._q_law(rows, slot, law)).clamp_min_(0)
         mass = spare.double().sum(-1)
-        self.weight[rows, d] = mass / (mass + (1 - w)).clamp_min(torch.finfo(mass.dtype).tiny)
-        self.law[rows, d] = normalise(spare, law)
+        self.weight[rows, parent] = mass / (mass + (1 - w)).clamp_min(torch.finfo(mass.dtype).tiny)
+        self.law[rows, parent] = normalise(spare, law)
+
+    def _q_law(self, rows: Int[Tensor, " N"], slot: Int[Tensor, " N"], like: Tensor) -> Float[Tensor, "N V"]:
+        return draft_probs(self.draft, rows, slot, like) if self.q_laws is None else self.q_laws[rows, slot]
+
+    def chances(self) -> Float[Tensor, "B J"]:
+        """Of stopping at each node, if nothing stopped the row before. The root stops it for certain."""
+        return torch.nn.functional.pad(self.weight[:, 1:], (1, 0), value=1.0)
+
+    def judgement(self) -> Judgement:
+        """The stations in the order of their turns; those behind the root's are the root's again."""
+        turn = self.shape.turn
+        node = turn.argsort(1).masked_fill(torch.arange(turn.shape[1], device=turn.device) > turn[:, :1], 0)
+        rows = torch.arange(len(node), device=node.device)[:, None]
+        return Judgement(node, self.chances()[rows, node], self.law[rows, node])
 
 
-def check_parents(draft: Draft) -> None:
-    """A slot comes after its parent: the order of the slots is the order in which they were drawn."""
-    if draft.parents is None:
-        return
-    order = torch.arange(draft.tokens.shape[1], device=draft.parents.device)
-    wrong = ((draft.parents >= order) | (draft.parents < ROOT)) & (order < draft.lengths[:, None])
-    if bool(wrong.any()):
-        b, i = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"parents[{b}, {i}] is {int(draft.parents[b, i])}: a slot's parent must be -1 (the root) or an earlier slot"
-        )
+def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
+    rows, nodes = torch.tensor(pairs).unbind(1)
+    return rows, nodes
 
 
-def tours(draft: Draft) -> tuple[Int[Tensor, "B E"], Int[Tensor, "B J"]]:
-    """Each row's depth-first tour, as events (`Walk.stations`) padded with -1, and the depth of its nodes."""
-    B, K = draft.tokens.shape
-    device = draft.tokens.device
-    chain = torch.arange(-1, K - 1, device=device).expand(B, K)
-    shapes = torch.cat([draft.lengths[:, None], chain if draft.parents is None else draft.parents], 1)
-    if B > 1 and bool((shapes == shapes[:1]).all()):  # the usual batch: one shape for all
-        tour, depth = _tour(shapes[0].tolist())
-        return torch.tensor(tour, device=device).expand(B, -1), torch.tensor(depth, device=device).expand(B, -1)
-    unique, which = shapes.unique(dim=0, return_inverse=True)
-    each = [_tour(shape) for shape in unique.tolist()]
-    return tuple(torch.tensor(part, device=device)[which] for part in zip(*each, strict=True))  # type: ignore[return-value]
-
-
-def _tour(shape: list[int]) -> tuple[list[int], list[int]]:
-    length, *parents = shape
-    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
-    depth = [0] * (len(parents) + 1)
-    for slot, parent in enumerate(parents[:length]):
-        children[parent + 1].append(slot + 1)
-        depth[slot + 1] = depth[parent + 1] + 1
-    events: list[int] = []
-    stack = [1]  # the root's station: it is never entered
-    stack += [2 * child for child in reversed(children[0])]
-    while stack:
-        event = stack.pop()
-        events.append(event)
-        if event % 2 == 0:
-            node = event // 2
-            stack.append(event + 1)
-            stack += [2 * child for child in reversed(children[node])]
-    return events + [-2] * (2 * len(parents) + 1 - len(events)), depth
-
-
-def _verdict(draft: Draft, node: Int[Tensor, " B"], closing: Int[Tensor, " B"]) -> Verdict:
+def _verdict(draft: Draft, path: Int[Tensor, "B K"], closing: Int[Tensor, " B"]) -> Verdict:
     """The tokens on the way from the root to the node each row stopped at, and the slots they stand in."""
-    B, K = draft.tokens.shape
-    rows = torch.arange(B, device=node.device)
-    parents = torch.arange(-1, K - 1, device=node.device).expand(B, K) if draft.parents is None else draft.parents
-    slots, slot = [], node - 1
-    for _ in range(K):  # from the node up to the root
-        slots.append(slot)
-        slot = torch.where(slot == ROOT, ROOT, parents[rows, slot.clamp_min(0)])
-    upward = torch.stack([*slots, torch.full_like(node, ROOT)], 1)
-    accepted = (upward != ROOT).sum(1)
-    order = accepted[:, None] - 1 - torch.arange(K, device=node.device)
-    path = upward.gather(1, order.clamp_min(0)).masked_fill(order < 0, PAD)
     kept = draft.tokens.gather(1, path.clamp_min(0)).masked_fill(path == PAD, PAD)
+    accepted = (path != PAD).sum(1)
     tokens = torch.nn.functional.pad(kept, (0, 1), value=PAD).scatter_(1, accepted[:, None], closing[:, None])
     return Verdict(tokens, accepted, path)

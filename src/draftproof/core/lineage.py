@@ -1,4 +1,4 @@
-"""Who stands above whom in a tree of slots, for every model that scores trees."""
+"""Who stands above whom in a tree of slots."""
 
 import torch
 from jaxtyping import Bool, Int

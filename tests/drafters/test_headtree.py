@@ -1,0 +1,93 @@
+"""A tree of the likeliest paths is the same where nobody may look at it while it grows."""
+
+import pytest
+import torch
+
+from draftproof.core import host
+from draftproof.core.types import PAD, ROOT
+from draftproof.drafters.headtree import grow_levels
+
+V, STATES = 6, 40
+
+
+class World:
+    """A head that is a table: its state is a number, and what follows hangs on it alone."""
+
+    def __init__(self, seed, c, kind):
+        numbers = torch.Generator().manual_seed(seed)
+        weights = torch.randn((STATES, V), generator=numbers) * 2
+        if kind == "ties":
+            weights = weights.round().clamp(-1, 1)
+        if kind == "impossible":
+            weights = weights.masked_fill(torch.rand((STATES, V), generator=numbers) < 0.6, -torch.inf)
+            weights[:, 0] = 0.0
+        self.table, self.c, self.passes = weights.log_softmax(-1), c, 0
+        if kind == "broken":
+            self.table[::3] = torch.nan
+
+    def score(self, states):
+        best = self.table[states[..., 0].long()].topk(self.c)
+        return best.indices, best.values
+
+    def follow(self, tokens, states, lineage):
+        self.passes += 1
+        return (states * 7 + tokens[..., None] + 1) % STATES
+
+    def grown(self, slots, width=None):
+        starts = torch.arange(len(slots)).float()[:, None] * 5
+        return grow_levels(starts, slots, width or self.c, self.score, self.follow)
+
+    def likeliest(self, b, most):
+        """Best first, one path after another, with any number of followers: (path, log-probability), falling."""
+        done, open_paths = [], [((), 0.0, b * 5)]
+        while open_paths and len(done) <= most:
+            open_paths.sort(key=lambda entry: -entry[1])
+            path, log_p, state = open_paths.pop(0)
+            done.append((path, log_p))
+            rows = self.table[state].topk(self.c)
+            for token, step in zip(rows.indices.tolist(), rows.values.tolist(), strict=True):
+                if step > -torch.inf:
+                    open_paths.append(((*path, token), log_p + step, (state * 7 + token + 1) % STATES))
+        return [path for path, _ in done[1:]]
+
+
+def paths(draft, b):
+    made = []
+    for token, parent in zip(draft.tokens[b].tolist(), draft.parents[b].tolist(), strict=True):
+        if token != PAD:
+            made.append((*(made[parent] if parent != ROOT else ()), token))
+    return made
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    return lambda: monkeypatch.setattr(host, "is_host", lambda device: False)
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "impossible", "broken"])
+@pytest.mark.parametrize("c", [1, 2, 3])
+def test_the_same_tree_grows_elsewhere(c, kind, elsewhere):
+    slots, passes = [5, 0, 8], [0, 0]
+    worlds = [World(seed, c, kind) for seed in range(12)]
+    here = [world.grown(slots) for world in worlds]
+    passes[0] = sum(world.passes for world in worlds)
+    elsewhere()
+    for world, draft in zip(worlds, here, strict=True):
+        there, K = world.grown(slots), draft.tokens.shape[1]
+        assert torch.equal(there.lengths, draft.lengths)
+        assert torch.equal(there.tokens[:, :K], draft.tokens)
+        assert torch.equal(there.parents[:, :K], draft.parents)
+        assert (there.tokens[:, K:] == PAD).all()
+    passes[1] = sum(world.passes for world in worlds) - passes[0]
+    assert passes[1] == len(worlds) * 7, "a level for each slot but the first, as a chain would take"
+    assert passes[0] < passes[1] or c == 1 or kind == "broken"
+
+
+@pytest.mark.parametrize("kind", ["plain", "impossible"])
+def test_it_holds_the_likeliest_paths_there_too(kind, elsewhere):
+    """All of a level are followed, so that none can be missed."""
+    elsewhere()
+    for seed in range(6):
+        world = World(seed, 2, kind)
+        draft = world.grown([6, 3], width=64)
+        assert [paths(draft, b) for b in range(2)] == [world.likeliest(b, most) for b, most in enumerate([6, 3])]
