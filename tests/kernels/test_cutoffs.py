@@ -56,16 +56,26 @@ def test_deep_nuclei_are_cut_by_all_programs_together(kind, together, device):
     assert lines[:, FEW + 2].tolist() == [together] * 2
 
 
+def test_numbers_of_a_deep_nucleus_do_not_depend_on_how_many_there_are(device):
+    """Of a dozen rows a program takes several parts, of one row at most one: the same numbers to the last bit."""
+    logits = torch.randn(12, 1, 1100, generator=torch.Generator().manual_seed(5)).to(device)
+    sampling = S(temperature=0.8, top_p=0.9)
+    together = settled(logits, sampling)
+    assert together.work[FEW + 1] == 12
+    alone = [settled(row[None], sampling).numbers for row in logits]
+    assert torch.equal(together.numbers.view(12, NUMBERS)[:, :3], torch.stack(alone)[:, :3])
+
+
 def settled(logits: torch.Tensor, sampling: dp.Sampling) -> Workspace:
-    """Memory after a call on two rows, whose cutoffs and masses are found to be the reference's."""
-    device = logits.device
-    workspace = Workspace.empty(2, 0, V, device)
-    numbers = torch.arange(2, device=device)
-    parameters = Parameters.of([sampling] * 2, [S()] * 2, seeds=numbers, positions=numbers, lengths=0 * numbers)
-    none = torch.empty(2, 0, dtype=torch.long, device=device)
+    """Memory after a call on some rows, whose cutoffs and masses are found to be the reference's."""
+    device, (B, _, V) = logits.device, logits.shape
+    workspace = Workspace.empty(B, 0, V, device)
+    numbers = torch.arange(B, device=device)
+    parameters = Parameters.of([sampling] * B, [S()] * B, seeds=numbers, positions=numbers, lengths=0 * numbers)
+    none = torch.empty(B, 0, dtype=torch.long, device=device)
     verify_rows(logits, none, parameters=parameters, rule="token", workspace=workspace)
-    cutoff, base, mass, *_ = workspace.numbers.view(2, NUMBERS).unbind(-1)
-    law = dp.warp(logits, [sampling] * 2)
+    cutoff, base, mass, *_ = workspace.numbers.view(B, NUMBERS).unbind(-1)
+    law = dp.warp(logits, [sampling] * B)
     assert torch.equal(cutoff.float(), law.cutoff[:, 0].float())
     assert torch.allclose(base + mass.log(), law.lse[:, 0].double(), rtol=0, atol=1e-6)
     return workspace

@@ -67,24 +67,29 @@ def sift(batch, ROUND: tl.constexpr):
     if batch.traits.OVERLAP:
         cuda.gdc_launch_dependents()  # they wait for the end of this, and are there when it comes
         cuda.gdc_wait()
-    n = tl.program_id(0)
     count = tl.load(line_of_work(batch, 0) + QUEUED).to(tl.int32) * PARTS
-    while n < count:
-        line = tl.load(line_of_work(batch, (n // PARTS).to(tl.int64)) + QUEUE).to(tl.int64)
+    each = tl.cdiv(count, tl.num_programs(0))  # one behind the other: what parts of a row share is worked out once
+    n = tl.program_id(0) * each
+    end = tl.minimum(n + each, count)
+    while n < end:
+        queued = n // PARTS
+        line = tl.load(line_of_work(batch, queued.to(tl.int64)) + QUEUE).to(tl.int64)
         rows = 2 * whole(batch.sizes.K) + 1
         req, row = request(batch, line // rows), (line % rows).to(tl.int32)
         filters = filters_of(batch, req, row)
+        behind = tl.minimum(end - queued * PARTS, PARTS)
         if (filters.k == 0) & (filters.top_p < 1):
-            _sift_part(batch, req, row, n % PARTS, filters, ROUND)
-        n += tl.num_programs(0)
+            _sift_parts(batch, req, row, n % PARTS, behind, filters, ROUND)
+        n = queued * PARTS + behind
 
 
 @triton.jit
 @no_type_check
-def _sift_part(batch, req, row, part, filters, ROUND: tl.constexpr):
+def _sift_parts(batch, req, row, first, behind, filters, ROUND: tl.constexpr):
+    """The parts of a row from `first` to `behind`."""
     LINES: tl.constexpr = SPREAD // batch.traits.SEGMENT
     known = line_of(batch, req, row)
-    place = _place(req, row, part, tl.load(known + PEAK).to(tl.float32), 1.0 / filters.temperature)
+    place = _place(req, row, first, behind, tl.load(known + PEAK).to(tl.float32), 1.0 / filters.temperature)
     note = Note(
         low=tl.load(known + LOW).to(tl.float32),
         guess=tl.load(known + GUESS).to(tl.float32),
@@ -97,23 +102,25 @@ def _sift_part(batch, req, row, part, filters, ROUND: tl.constexpr):
         pivots = _between(place, span)
     if ROUND > 1:
         span = _narrowed(batch, req, row, span, pivots, note, 1)
-    if ROUND < 2:
-        upto = measured(batch, req, place, pivots, place.row >= 0, LINES)
-        tl.store(_line(batch, req, row) + (ROUND * PARTS + part) * PIVOTS + tl.arange(0, PIVOTS), upto)
-    if ROUND == 2:
-        _list(batch, req, place, part, span, LINES)
     if ROUND == 3:
-        _close(batch, req, place, part, span, note, LINES)
+        _close(batch, req, place, first, span, note, LINES)
+    else:
+        for part in range(first, behind):
+            piece = _place(req, row, part, part + 1, place.peak, place.scale)
+            if ROUND == 2:
+                _list(batch, req, piece, part, span, LINES)
+            else:
+                upto = measured(batch, req, piece, pivots, row >= 0, LINES)
+                tl.store(_line(batch, req, row) + (ROUND * PARTS + part) * PIVOTS + tl.arange(0, PIVOTS), upto)
 
 
 @triton.jit
 @no_type_check
-def _place(req, row, part, peak, scale):
-    """A part of a row: so many of its chunks, one behind the other."""
+def _place(req, row, first, behind, peak, scale):
+    """Parts of a row: so many of its chunks each, one behind the other."""
     each = tl.cdiv(req.C, PARTS) * PER_CHUNK
-    first = part * each
-    count = tl.maximum(tl.minimum(each, req.C * PER_CHUNK - first), 0)
-    return Place(row=row, first=first, count=count, listed=0, peak=peak, scale=scale)
+    begin, end = first * each, tl.minimum(behind * each, req.C * PER_CHUNK)
+    return Place(row=row, first=begin, count=tl.maximum(end - begin, 0), listed=0, peak=peak, scale=scale)
 
 
 @triton.jit
@@ -191,8 +198,8 @@ def _extremes(batch, req, place, span, LINES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _close(batch, req, place, part, span, note, LINES: tl.constexpr):
-    """Cut among what is left of all parts, and put this part's sums right. Where too many are left, they must be all
+def _close(batch, req, place, first, span, note, LINES: tl.constexpr):
+    """Cut among what is left of all parts, and put the sums of these right. Where too many are left, they must be all
     equal, as logits of two bytes often are: else nothing is done."""
     known = _line(batch, req, place.row) + tl.arange(0, PARTS)
     counts = tl.load(known + COUNTS).to(tl.int32)
@@ -210,7 +217,7 @@ def _close(batch, req, place, part, span, note, LINES: tl.constexpr):
     if few | equal:
         if place.row < req.J:
             masked_sums(batch, req, place, place.first, place.first + place.count, cutoff, LINES)
-        if part == 0:
+        if first == 0:
             write_row(batch, req, place.row, cutoff, place.scale * place.peak.to(tl.float64), span.above + kept)
             tl.store(line_of_work(batch, law_row(req, place.row)) + DONE, 1.0)
 
