@@ -26,6 +26,29 @@ def table(lines: Lines) -> str:
     return "\n".join(text)
 
 
+STAGES = ("scan", "settle", "sift", "settle_deep")
+
+
+def stages(lines: Lines) -> str:
+    """Markdown: where the time of each call goes, beside the bytes of the logits it needs and the time to read them."""
+    text = ["| logits, sampling, rule | B | µs | bar | MB | read once | scan | settle | sift | deep | verdict |"]
+    text.append("|---|---|---|---|---|---|---|---|---|---|---|")
+    for line in lines:
+        parts = line["stages"]
+        verdict = round(sum(time for name, time in parts.items() if name not in STAGES), 1)
+        cells = [parts.get(name, "") for name in STAGES]
+        name = f"{line['dtype']}, {line['setting']}, {line['rule']}"
+        name += {"drawn, same sampling": "", "chosen": ", chosen draft"}.get(line["draft"], ", draft by temperature")
+        name += "" if line["rows"] == "zipf" else ", flat rows"
+        megabytes = round(line["floor"] * COPIED_A_MICROSECOND, 1)
+        row = (name, line["B"], line["time"], line["bar"] or "", megabytes, line["floor"], *cells, verdict)
+        text.append("| " + " | ".join(str(cell) for cell in row) + " |")
+    return "\n".join(text)
+
+
+COPIED_A_MICROSECOND = 4.17
+"""Megabytes (KERNELS.md)."""
+
 PEERS = {"FlashInfer": "C0", "SGLang": "C1", "torch": "C2", "vLLM v1": "C3", "vLLM v2": "C4", "vLLM v2 block": "C5"}
 """A colour for each, the same in all panels."""
 

@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/verify_gpu.py --out benchmarks/results/verify_gpu.json
     PYTHONPATH=src python benchmarks/verify_gpu.py --plot docs/verify_gpu.png      # from that file; needs no GPU
+    PYTHONPATH=src python benchmarks/verify_gpu.py --markdown                      # the same as a table, with stages
 
 A CUDA graph holds one call for each of several input sets, together several times the L2 cache, so that every call
 finds it cold; the time is that of a replay divided by the number of calls, median of many replays. Eager time besides.
@@ -30,7 +31,7 @@ from draftproof.kernels.launch import Step, plan, run
 from gpu_cases import BARS, BATCHES, CASES, COLD, MIXED, PEERS, SETTINGS, WARM, Case, K, V
 from gpu_compile import PROCESSES, compile_part, side_by_side
 from gpu_inputs import Inputs, drawn, inputs
-from gpu_report import plot, table
+from gpu_report import plot, stages, table
 
 
 def sampling_of(case: Case, B: int) -> tuple[list[dp.Sampling], list[dp.Sampling]]:
@@ -192,6 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/verify_gpu.json"))
     parser.add_argument("--plot", type=Path, help="draw --out instead of measuring")
+    parser.add_argument("--markdown", action="store_true", help="print --out instead of measuring")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--only", nargs="+", help="settings")
     parser.add_argument("--barred", action="store_true", help="only what has a bar")
@@ -200,6 +202,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.plot:
         return plot(json.loads(options.out.read_text())["lines"], options.plot)
+    if options.markdown:
+        return print(stages(json.loads(options.out.read_text())["lines"]))
     if options.compile:
         return compile_part(plans_of(CASES), *options.compile)
     side_by_side(__file__, PROCESSES)

@@ -174,7 +174,8 @@ def go_through() -> None:
     jobs = [(*size, mixed(size[1]), 4) for size in [*sizes, (32000, 8, torch.float32)]]
     jobs += [(V_MANY, 64, dtype, [WARM] * 64, 3) for dtype in (torch.float32, torch.bfloat16)]
     jobs += [(V_MANY, 64, dtype, [S(temperature=0.0)] * 64, 3) for dtype in (torch.float32, torch.bfloat16)]
-    jobs += [(8, 64, torch.float32, [sampling] * 64, 2) for sampling in (S(min_p=0.1), WARM, S(temperature=0.0))]
+    small = (S(min_p=0.1), S(top_p=0.9), WARM, S(temperature=0.0))
+    jobs += [(8, 64, torch.float32, [sampling] * 64, 2) for sampling in small]
     for V, B, dtype, samplings, K in jobs:
         given = on_device(B, K, V, samplings, 0, dtype)
         if V == 8:  # as `law_claims` has it: all rows are the same

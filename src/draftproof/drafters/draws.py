@@ -13,13 +13,13 @@ from torch import Tensor
 
 from draftproof import kernels
 from draftproof.core import race
+from draftproof.core.dense import edited, edits, law_of
 from draftproof.core.host import sent
 from draftproof.core.law import Law, Vocab
 from draftproof.core.noise import Noise
 from draftproof.core.sampling import Sampling
 from draftproof.core.types import PAD, History
 from draftproof.drafters.hostdraws import HostDraws, drawable
-from draftproof.drafters.penalties import edited, edits, law_of
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftproof import kernels
 from draftproof.core import race
+from draftproof.core.dense import law_of
 from draftproof.core.host import sent
 from draftproof.core.law import Law
 from draftproof.core.noise import Noise, Site
@@ -23,7 +24,6 @@ from draftproof.drafters.draws import Draws
 from draftproof.drafters.guess import Guess, check_count, check_share, chosen
 from draftproof.drafters.headreader import HeadReader
 from draftproof.drafters.headtree import grow_levels
-from draftproof.drafters.penalties import law_of
 from draftproof.drafters.seen import grown, seen
 from draftproof.drafters.spine import Spine
 from draftproof.models.fitted import FittedHead

@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof.core import host
+from draftproof.core.dense import law_of
 from draftproof.core.law import Law
 from draftproof.core.noise import Noise
 from draftproof.core.types import PAD, Draft, History, Verdict
-from draftproof.drafters.penalties import law_of
 from draftproof.engine.clock import Clock
 from draftproof.engine.grammar import masks
 from draftproof.engine.request import Session

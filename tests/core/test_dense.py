@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from draftproof.core import host
+from draftproof.core.dense import edited, law_of, unedited
 from draftproof.core.law import Vocab
 from draftproof.core.sampling import Sampling, warp
 from draftproof.core.types import PAD, ROOT, Draft, History
-from draftproof.drafters.penalties import edited, law_of, unedited
 
 V, B = 12, 4
 SAMPLINGS = [
