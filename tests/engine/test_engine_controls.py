@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 import draftproof as dp
+from draftproof.core import dense
 from draftproof.core.sampling import Sampling
 from draftproof.core.sampling import warp as right_warp
-from draftproof.drafters import penalties
 from draftproof.models.cache import SlotCache
 from engine.laws import counts, joint_law
 from engine.talk import talk
@@ -55,7 +55,7 @@ def kept_too_much(cache, counts, path=None):
 
 @pytest.mark.parametrize(("wrong", "sampling", "n"), [(stale_penalties, PENALTY, 3000), (min_p_dropped, MIN_P, 3000)])
 def test_a_wrong_warp_is_caught(wrong, sampling, n, monkeypatch):
-    monkeypatch.setattr(penalties, "warp", wrong)  # who drafts asks without a draft, and is told the truth
+    monkeypatch.setattr(dense, "warp", wrong)  # who drafts asks without a draft, and is told the truth
     assert p_value(sampling, n) < ALPHA
 
 

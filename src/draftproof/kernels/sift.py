@@ -77,9 +77,9 @@ def sift(batch, ROUND: tl.constexpr):
         rows = 2 * whole(batch.sizes.K) + 1
         req, row = request(batch, line // rows), (line % rows).to(tl.int32)
         filters = filters_of(batch, req, row)
-        behind = tl.minimum(end - queued * PARTS, PARTS)
-        if (filters.k == 0) & (filters.top_p < 1):
-            _sift_parts(batch, req, row, n % PARTS, behind, filters, ROUND)
+        first, behind = n % PARTS, tl.minimum(end - queued * PARTS, PARTS)
+        if (filters.k == 0) & (filters.top_p < 1) & (first < _parts_of(req)):
+            _sift_parts(batch, req, row, first, tl.minimum(behind, _parts_of(req)), filters, ROUND)
         n = queued * PARTS + behind
 
 
@@ -112,6 +112,13 @@ def _sift_parts(batch, req, row, first, behind, filters, ROUND: tl.constexpr):
             else:
                 upto = measured(batch, req, piece, pivots, row >= 0, LINES)
                 tl.store(_line(batch, req, row) + (ROUND * PARTS + part) * PIVOTS + tl.arange(0, PIVOTS), upto)
+
+
+@triton.jit
+@no_type_check
+def _parts_of(req):
+    """How many parts of a row have anything in them."""
+    return tl.cdiv(req.C, tl.cdiv(req.C, PARTS))
 
 
 @triton.jit
@@ -158,8 +165,9 @@ def _between(place, span):
 def _narrowed(batch, req, row, span, pivots, note, ROUND: tl.constexpr):
     """Borders closer to each other, by what a round has measured. Sums of the same logits rise and fall together:
     where a lower pivot's does not reach the goal, no higher one's does."""
-    parts = (ROUND * PARTS + tl.arange(0, PARTS)[:, None]) * PIVOTS + tl.arange(0, PIVOTS)[None, :]
-    upto = tl.sum(tl.load(_line(batch, req, row) + parts), 0)
+    part = tl.arange(0, PARTS)[:, None]
+    places = (ROUND * PARTS + part) * PIVOTS + tl.arange(0, PIVOTS)[None, :]
+    upto = tl.sum(tl.load(_line(batch, req, row) + places, mask=part < _parts_of(req), other=0.0), 0)
     enough = (upto >= note.goal) | (pivots <= span.low)
     low, high = tl.max(tl.where(enough, pivots, span.low), 0), tl.min(tl.where(enough, span.high, pivots), 0)
     above = tl.where(high == span.high, span.above, tl.max(tl.where(pivots == high, upto, 0.0), 0))
@@ -201,10 +209,12 @@ def _extremes(batch, req, place, span, LINES: tl.constexpr):
 def _close(batch, req, place, first, span, note, LINES: tl.constexpr):
     """Cut among what is left of all parts, and put the sums of these right. Where too many are left, they must be all
     equal, as logits of two bytes often are: else nothing is done."""
-    known = _line(batch, req, place.row) + tl.arange(0, PARTS)
-    counts = tl.load(known + COUNTS).to(tl.int32)
+    part = tl.arange(0, PARTS)
+    known, there = _line(batch, req, place.row) + part, part < _parts_of(req)
+    counts = tl.load(known + COUNTS, mask=there, other=0.0).to(tl.int32)
     few = tl.max(counts, 0) <= EACH
-    least, most = tl.min(tl.load(known + LEAST), 0).to(tl.float32), tl.max(tl.load(known + MOST), 0).to(tl.float32)
+    least = tl.min(tl.load(known + LEAST, mask=there, other=float("inf")), 0).to(tl.float32)
+    most = tl.max(tl.load(known + MOST, mask=there, other=float("-inf")), 0).to(tl.float32)
     cutoff, kept = span.low, tl.zeros((), tl.float64)
     if few:
         x = _left(line_of_work(batch, law_row(req, place.row)), counts)
