@@ -7,12 +7,14 @@ w, the root for certain. On a chain this is block verification; with leaves only
 
 What is taken out of a parent does not depend on what happened below the slot. So the slots can be gone through in their
 own order, all rows in step, and who stops where be decided afterwards: that never looks at a number, and is the way on
-a GPU. On the host it pays to go depth first and to end at the first stop. Both take the same steps on the same numbers.
+a GPU. On the host, of few rows, it pays to go depth first and to end at the first stop. Both take the same steps on the
+same numbers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int
@@ -27,16 +29,19 @@ from draftproof.verify.chain import draft_probs, drafted_probs, slot_laws
 from draftproof.verify.judgement import Judgement
 from draftproof.verify.shape import Shape, check_parents
 
+FEW: Final = 64
+"""Rows up to which each is followed by itself, on the host: of more, most steps are some row's anyway."""
+
 
 def tree(p: Law, draft: Draft, noise: Noise) -> Verdict:
     if draft.shared_noise:
         raise Inexact('this draft was drawn with the target\'s own noise, which is a bias under rule="tree"')
     coins = torch.nn.functional.pad(noise.coins(draft.tokens.shape[1]), (1, 0))  # the root's is 0: it stops for certain
-    if host.is_host(draft.tokens.device):
+    on_host = host.is_host(draft.tokens.device)
+    if on_host:
         check_parents(draft)
-        walk = Walk.to_the_first_stop(p, draft, coins)
-    else:
-        walk = Walk.through_all(p, draft)
+    follow = on_host and len(coins) <= FEW
+    walk = Walk.to_the_first_stop(p, draft, coins) if follow else Walk.through_all(p, draft)
     node = walk.shape.turn.masked_fill(~(coins < walk.chances()), coins.shape[1]).argmin(1)
     closing = close(walk.law[torch.arange(len(node), device=node.device), node], noise)
     return _verdict(draft, walk.shape.path(node), closing)
