@@ -15,16 +15,11 @@ from draftproof.train.origin import origin
 from draftproof.train.plan import Plan
 from draftproof.train.student import Head
 from draftproof.train.train import Watch, train
-from train.pupils import Ticks, pupil, save_pupil
+from train.pupils import Ticks, pupil
 
 SMALL = {"length": 64, "batch": 8, "depth": 3, "vocab": 200, "device": "cpu", "counts": False}
 NOISE = 0.03
 """Of an acceptance over 64 steps: between texts of two seeds, and within them."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_pupil(tmp_path_factory.mktemp("pupil"))
 
 
 @pytest.fixture(scope="module")

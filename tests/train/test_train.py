@@ -18,14 +18,9 @@ from draftproof.train.plan import Plan
 from draftproof.train.student import new_head
 from draftproof.train.train import Watch, train
 from models.tiny_tokenizers import byte_level
-from train.pupils import Ticks, pupil, save_pupil
+from train.pupils import Ticks, pupil
 
 SMALL = {"length": 64, "batch": 8, "depth": 3, "vocab": 200, "learning_rate": 0.02}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_pupil(tmp_path_factory.mktemp("pupil"))
 
 
 @pytest.fixture(scope="module")

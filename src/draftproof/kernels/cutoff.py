@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from draftproof.kernels.exponent import power, slope_of
-from draftproof.kernels.layout import PER_CHUNK, SLICE, WORK
-from draftproof.kernels.request import chunks_of, law_row
+from draftproof.kernels.layout import PER_CHUNK, QUEUE, SLICE, WORK
+from draftproof.kernels.request import chunks_of, law_row, request, whole
 from draftproof.kernels.rows import dressed, law_slices
 
 NOWHERE = tl.constexpr(2**30 + SLICE.value)  # a slice that begins here is behind the end of any row
@@ -30,6 +30,15 @@ class Place(NamedTuple):
 def line_of_work(batch, line):
     """A law row's own memory (`draftproof.kernels.layout`)."""
     return batch.work + line * (chunks_of(batch) * PER_CHUNK + WORK)
+
+
+@triton.jit
+@no_type_check
+def queued_row(batch, n):
+    """The n-th row that `settle` has left in its queue: its request, and its number among the request's."""
+    line = tl.load(line_of_work(batch, n.to(tl.int64)) + QUEUE).to(tl.int64)
+    rows = 2 * whole(batch.sizes.K) + 1
+    return request(batch, line // rows), (line % rows).to(tl.int32)
 
 
 @triton.jit

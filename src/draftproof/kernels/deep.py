@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.cutoff import Place, line_of_work, masked_sums
-from draftproof.kernels.layout import DONE, FEW, PER_CHUNK, QUEUE, QUEUED
+from draftproof.kernels.cutoff import Place, line_of_work, masked_sums, queued_row
+from draftproof.kernels.layout import DONE, FEW, PER_CHUNK, QUEUED
 from draftproof.kernels.measure import bottom_of, measured, sampled
 from draftproof.kernels.orders import key, value
-from draftproof.kernels.request import law_row, request, whole
+from draftproof.kernels.request import law_row
 from draftproof.kernels.settle import bound_of, filters_of, floor_of, summary_of, write_row
 from draftproof.kernels.shortlist import cut, gather, listed
 
@@ -45,10 +45,9 @@ def settle_deep(batch, LINES: tl.constexpr):
         cuda.gdc_wait()
     n, count = tl.program_id(0), tl.load(line_of_work(batch, 0) + QUEUED).to(tl.int32)
     while n < count:
-        line = tl.load(line_of_work(batch, n.to(tl.int64)) + QUEUE).to(tl.int64)
-        rows = 2 * whole(batch.sizes.K) + 1
-        if tl.load(line_of_work(batch, line) + DONE) == 0:
-            _settle_row(batch, request(batch, line // rows), (line % rows).to(tl.int32), LINES)
+        req, row = queued_row(batch, n)
+        if tl.load(line_of_work(batch, law_row(req, row)) + DONE) == 0:
+            _settle_row(batch, req, row, LINES)
         n += tl.num_programs(0)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.cutoff import Place, answer, ask, line_of_work, masked_sums
+from draftproof.kernels.cutoff import Place, answer, ask, line_of_work, masked_sums, queued_row
 from draftproof.kernels.layout import (
     COUNTS,
     DONE,
@@ -26,13 +26,12 @@ from draftproof.kernels.layout import (
     PEAK,
     PER_CHUNK,
     PIVOTS,
-    QUEUE,
     QUEUED,
     TOTAL,
 )
 from draftproof.kernels.measure import bottom_of, measured
 from draftproof.kernels.numbers import line_of
-from draftproof.kernels.request import law_row, request, whole
+from draftproof.kernels.request import law_row
 from draftproof.kernels.settle import filters_of, write_row
 from draftproof.kernels.shortlist import cut, gather
 
@@ -73,9 +72,7 @@ def sift(batch, ROUND: tl.constexpr):
     end = tl.minimum(n + each, count)
     while n < end:
         queued = n // PARTS
-        line = tl.load(line_of_work(batch, queued.to(tl.int64)) + QUEUE).to(tl.int64)
-        rows = 2 * whole(batch.sizes.K) + 1
-        req, row = request(batch, line // rows), (line % rows).to(tl.int32)
+        req, row = queued_row(batch, queued)
         filters = filters_of(batch, req, row)
         first, behind = n % PARTS, tl.minimum(end - queued * PARTS, PARTS)
         if (filters.k == 0) & (filters.top_p < 1) & (first < _parts_of(req)):
