@@ -8,19 +8,20 @@ import triton.language as tl
 from draftproof.core.closing import TRIALS as _TRIALS
 from draftproof.kernels.draws import chunk_masses_at, draw_in_chunk, invert, slice_of, token_of, tokens_of
 from draftproof.kernels.exponent import near_exp2
-from draftproof.kernels.laws import draft_prob_of, excess, target_probs
+from draftproof.kernels.laws import draft_prob_of, excess, probs_of
 from draftproof.kernels.layout import PER_CHUNK, SLICE
 from draftproof.kernels.noise import CLOSE, THIN, pair, uniform
 from draftproof.kernels.request import law_row
-from draftproof.kernels.rows import draft_row, segment_tokens, target_row, whole_slices
+from draftproof.kernels.rows import draft_row, segment_tokens, take_draft_before, take_target, target_row, whole_slices
 
 TRIALS = tl.constexpr(_TRIALS)
 FEW_CHUNKS = tl.constexpr(2)  # that a single program reads at a time: it is done so rarely that it must not take room
+ANY_TOKEN = tl.constexpr(2**24)  # more than there are: a trial and its token are one number, and found together
 AT_ONCE = tl.constexpr(16)  # trials side by side: which one stands does not depend on it
 
 
 class Trials(NamedTuple):
-    """Numbers of all trials [rounds, AT_ONCE]: two for the draw of each, and one on whether it stands."""
+    """Numbers of a round of trials [AT_ONCE]: two for the draw of each, and one on whether it stands."""
 
     first: Any
     second: Any
@@ -29,28 +30,25 @@ class Trials(NamedTuple):
 
 @triton.jit
 @no_type_check
-def trials_of(req):
-    lanes = tl.arange(0, TRIALS // AT_ONCE)[:, None] * AT_ONCE + tl.arange(0, AT_ONCE)[None, :]
+def trials_of(req, n):
+    """Of the n-th round."""
+    lanes = n * AT_ONCE + tl.arange(0, AT_ONCE)
     first, second = pair(req.seed, req.start, CLOSE, lanes, 0)
     return Trials(first=first, second=second, coin=uniform(req.seed, req.start, THIN, lanes, 0))
 
 
 @triton.jit
 @no_type_check
-def _round(x, n):
-    """The n-th line of x [N, M]."""
-    return tl.sum(tl.where(tl.arange(0, x.shape[0])[:, None] == n, x, 0.0), 0)
-
-
-@triton.jit
-@no_type_check
 def thin(batch, req, at, drafted, p_law, q_law, stats, trials):
-    """Twin: `token.closing`. From p behind the whole draft, from max(0, p − q) at an earlier node: there by trials."""
+    """Twin: `token.closing`. From p behind the whole draft, from max(0, p − q) at an earlier node: there by trials.
+
+    `drafted` is the token that stands there, `trials` are those of the first round: rarely are there others.
+    """
     masses = chunk_masses_at(batch, req, at, p_law, stats)
     found = tl.full((), -1, tl.int32)
     n = 0
     while (found < 0) & (n < TRIALS // AT_ONCE):
-        line, rest = slice_of(batch, req, at, p_law, invert(masses, _round(trials.first, n)), _round(trials.second, n))
+        line, rest = slice_of(batch, req, at, p_law, invert(masses, trials.first), trials.second)
         p, q = _both(batch, req, at, drafted, p_law, q_law, tokens_of(line))
         x, hit = token_of(line * SLICE, p, rest)
         lanes = tl.arange(0, AT_ONCE)
@@ -59,13 +57,15 @@ def thin(batch, req, at, drafted, p_law, q_law, stats, trials):
             if batch.traits.MAPPED:
                 q_x = tl.sum(draft_prob_of(batch, req, at, q_law, drafted, x[:, None]), 1)
             else:
-                q_x = tl.sum(tl.where(hit, q, 0.0), 1)
-            p_x = tl.sum(tl.where(hit, p, 0.0), 1)
-            stands = _round(trials.coin, n) * p_x.to(tl.float64) < (p_x - q_x).to(tl.float64)
-        which = tl.min(tl.where(stands, lanes, AT_ONCE), 0)
-        if which < AT_ONCE:
-            found = tl.sum(tl.where(lanes == which, x, 0), 0)
+                q_x = _at_hit(q, hit)
+            p_x = _at_hit(p, hit)
+            stands = trials.coin * p_x.to(tl.float64) < (p_x - q_x).to(tl.float64)
+        first = tl.min(tl.where(stands, lanes * ANY_TOKEN + x, AT_ONCE * ANY_TOKEN), 0)
         n += 1
+        if first < AT_ONCE * ANY_TOKEN:
+            found = first % ANY_TOKEN
+        else:
+            trials = trials_of(req, n)
     if found < 0:
         one = tl.full((), 1.0, tl.float64)
         for c in range(0, req.C, FEW_CHUNKS):
@@ -77,14 +77,28 @@ def thin(batch, req, at, drafted, p_law, q_law, stats, trials):
 
 @triton.jit
 @no_type_check
+def _at_hit(x, hit):
+    """The one number of each line of x [T, W], float32, where `hit` is. As bits: whole numbers are added up in one
+    step, others in five."""
+    return tl.sum(tl.where(hit, x.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
 def _both(batch, req, at, drafted, p_law, q_law, o):
-    """p and q of all tokens that a trial may draw: to wait for q until one is drawn would be to wait twice."""
-    p = target_probs(batch, req, at, p_law, o)
-    q = p
-    if not batch.traits.MAPPED:  # noqa: SIM102  (one is known when compiling, the other is not)
-        if at < req.length:
-            q = draft_prob_of(batch, req, at, q_law, drafted, o)
-    return p, q
+    """p and q of all tokens that a trial may draw: to wait for q until one is drawn would be to wait twice, and so
+    would working on one before the other is asked for. What q is where it does not matter is left open."""
+    rows = at + tl.zeros([o.shape[0]], tl.int32)
+    x = take_target(batch, req, rows, o)
+    q = x
+    if not batch.traits.MAPPED:
+        q = (o == drafted).to(tl.float32)
+        if batch.traits.DRAWN:
+            weighed = (at < req.length) & (req.draft_temperature > 0)
+            row = tl.minimum(rows, req.K - 1)  # behind the whole draft there is none
+            y = take_draft_before(batch, req, row, o, tl.where(weighed, batch.sizes.R, 0))
+            q = tl.where(req.draft_temperature > 0, probs_of(y, q_law), q)
+    return probs_of(x, p_law), q
 
 
 @triton.jit

@@ -35,7 +35,7 @@ def _masses(m, s, law):
 
 
 class Stats(NamedTuple):
-    """Of the chunks of several target rows [KP, NP]: largest logit and mass."""
+    """Of the chunks of several target rows, largest logit and mass: a tensor [NP] each for every row."""
 
     m: Any
     s: Any
@@ -44,14 +44,19 @@ class Stats(NamedTuple):
 @triton.jit
 @no_type_check
 def chunk_stats(batch, req):
-    """Of all target rows of a short draft, to be there when it is known which of them matters; of a long one, the
-    first row's, which stands for nothing."""
-    C = req.C
-    SEVERAL: tl.constexpr = batch.traits.KP if batch.traits.KP <= SIDE_BY_SIDE else 1
-    i, c = tl.arange(0, SEVERAL)[:, None], tl.arange(0, batch.traits.NP)[None, :]
-    there = (i <= req.length) & (c < C)
-    stats = batch.stats + law_row(req, i) * 2 * C + c
-    return Stats(m=tl.load(stats, mask=there, other=float("-inf")), s=tl.load(stats + C, mask=there, other=0.0))
+    """Of all target rows of a short draft, to be there when it is known which of them matters; of a long one, none.
+
+    A tensor for each row: which of them is then chosen inside every thread, where a tensor of all would be summed over.
+    """
+    m, s = (), ()
+    if batch.traits.KP <= SIDE_BY_SIDE:
+        c = tl.arange(0, batch.traits.NP)
+        for i in tl.static_range(batch.traits.KP):
+            stats = batch.stats + law_row(req, i) * 2 * req.C + c
+            there = c < tl.where(i <= req.length, req.C, 0)
+            m += (tl.load(stats, mask=there, other=float("-inf")),)
+            s += (tl.load(stats + req.C, mask=there, other=0.0),)
+    return Stats(m=m, s=s)
 
 
 @triton.jit
@@ -59,8 +64,9 @@ def chunk_stats(batch, req):
 def chunk_masses_at(batch, req, row, law, stats):
     """`chunk_masses`, of what was loaded already where it was."""
     if batch.traits.KP <= SIDE_BY_SIDE:
-        here = tl.arange(0, batch.traits.KP)[:, None] == row
-        m, s = tl.sum(tl.where(here, stats.m, 0.0), 0), tl.sum(tl.where(here, stats.s, 0.0), 0)
+        m, s = stats.m[0], stats.s[0]
+        for i in tl.static_range(1, batch.traits.KP):
+            m, s = tl.where(row == i, stats.m[i], m), tl.where(row == i, stats.s[i], s)
         masses = _masses(m, s, law)
     else:
         masses = chunk_masses(batch, req, row, law)
@@ -70,12 +76,16 @@ def chunk_masses_at(batch, req, row, law, stats):
 @triton.jit
 @no_type_check
 def invert(sums, uniform):
-    """Twin: `draw.invert`. The index in sums [N], float64, for each number of `uniform` [T]."""
+    """Twin: `draw.invert`. The index in sums [N], float64, for each number of `uniform` [T].
+
+    Their total is a normal number, and those of `uniform` are at most 1 − 2⁻⁵³: the product is less than the total,
+    when it is rounded as well. So it never has to be held back to the last index of any weight, as the twin does.
+    """
+    LAST: tl.constexpr = sums.shape[0] - 1
     running = tl.cumsum(sums, 0)
-    total = tl.max(running, 0)
-    last = tl.sum((running < total).to(tl.int32), 0)
+    total = tl.gather(running, tl.full(uniform.shape, LAST, tl.int32), 0)
     passed = running[:, None] <= (uniform * total)[None, :]  # the long axis first: most of it is one thread's then
-    return tl.minimum(tl.sum(passed.to(tl.int32), 0), last)
+    return tl.minimum(tl.sum(passed.to(tl.int32), 0), LAST)
 
 
 @triton.jit
@@ -84,21 +94,21 @@ def slice_of(batch, req, row, law, chunk, uniform):
     """Twin: `draw.invert` inside each of `chunk` [T], as far as its slice: which one, and how much mass lies before
     the number inside it. The slices' sums are those of the scan."""
     n = req.C * PER_CHUNK
-    part = tl.arange(0, PER_CHUNK)[None, :]
-    at = batch.slices + law_row(req, row) * 2 * n + chunk[:, None] * PER_CHUNK + part
-    there = chunk[:, None] * PER_CHUNK + part < n
-    m = tl.load(at, mask=there, other=float("-inf"))
-    s = tl.load(at + n, mask=there, other=0.0)
-    w = (s * power(m - law.centre, law.slope) * law.gain).to(tl.float64)
-    total = tl.sum(w, 1)
-    goal = uniform * total
-    which, last = tl.zeros(chunk.shape, tl.int32), tl.zeros(chunk.shape, tl.int32)
+    first = chunk * PER_CHUNK
+    at = batch.slices + law_row(req, row) * 2 * n + first
+    total = tl.zeros(chunk.shape, tl.float64)
+    sums = ()  # up to and with each slice: a thread has all those of its chunks
     for i in tl.static_range(PER_CHUNK):
-        running = tl.sum(tl.where(part <= i, w, 0.0), 1)
-        which += (running <= goal).to(tl.int32)
-        last += (running < total).to(tl.int32)
-    which = tl.minimum(which, last)
-    return chunk * PER_CHUNK + which, goal - tl.sum(tl.where(part < which[:, None], w, 0.0), 1)
+        m = tl.load(at + i, mask=first + i < n, other=float("-inf"))
+        s = tl.load(at + n + i, mask=first + i < n, other=0.0)
+        total += (s * power(m - law.centre, law.slope) * law.gain).to(tl.float64)
+        sums += (total,)
+    goal = uniform * total
+    which, before = tl.zeros(chunk.shape, tl.int32), tl.zeros(chunk.shape, tl.float64)
+    for i in tl.static_range(PER_CHUNK - 1):
+        passed = (sums[i] <= goal) & (sums[i] < total)
+        which, before = which + passed.to(tl.int32), tl.where(passed, sums[i], before)
+    return first + which, goal - before
 
 
 @triton.jit
@@ -106,10 +116,11 @@ def slice_of(batch, req, row, law, chunk, uniform):
 def token_of(begin, w, rest):
     """In stretches that begin at tokens `begin` [T], of weights w [T, W]: the token that `rest` mass falls on, and
     where among these it stands, [T, W]."""
+    place = tl.arange(0, w.shape[1])[None, :]
     running = tl.cumsum(w.to(tl.float64), 1)
-    last = tl.sum((running < tl.max(running, 1)[:, None]).to(tl.int32), 1)
+    last = tl.max(tl.where(w > 0, place, 0), 1)  # for this nobody waits: it does not depend on the running sums
     offset = tl.minimum(tl.sum((running <= rest[:, None]).to(tl.int32), 1), last)
-    return begin + offset, tl.arange(0, w.shape[1])[None, :] == offset[:, None]
+    return begin + offset, place == offset[:, None]
 
 
 @triton.jit

@@ -51,6 +51,24 @@ def law_at(laws, at, temperature):
 
 @triton.jit
 @no_type_check
+def law_of_peak(cutoff, base, gain, temperature, scale):
+    """Of one row whose base is that of its largest logit and whose mass is 1 / gain: neither a logarithm nor an
+    exponential is needed. The centre is another one than the twin's, and what is made of it the same up to rounding."""
+    centre = (base * temperature).to(tl.float32)
+    return Numbers(slope=slope_of(scale), centre=centre, gain=gain.to(tl.float32), cutoff=cutoff.to(tl.float32))
+
+
+@triton.jit
+@no_type_check
+def law_of_base(cutoff, base, gain, temperature, scale):
+    """Of one row, whatever its base: a log-sum-exp that was handed over is no logit's."""
+    law = law_of_peak(cutoff, base, gain, temperature, scale)
+    made_up = tl.exp(law.centre.to(tl.float64) * scale - base)  # for the rounding of the centre
+    return Numbers(slope=law.slope, centre=law.centre, gain=(made_up * gain).to(tl.float32), cutoff=law.cutoff)
+
+
+@triton.jit
+@no_type_check
 def draft_line_of(batch, req, row):
     return line_of(batch, req, req.J + tl.minimum(row, req.K - 1))
 
@@ -84,7 +102,7 @@ def written_numbers(line, temperature):
 
 @triton.jit
 @no_type_check
-def _probs(x, law):
+def probs_of(x, law):
     """Twin: `law.powers`, and what `Law.probs` makes of it."""
     return tl.where(x < law.cutoff, 0.0, power(x - law.centre, law.slope) * law.gain)
 
@@ -150,11 +168,11 @@ def log_ratios(batch, req, drafted, p, q):
 @no_type_check
 def draft_prob_of(batch, req, row, law, drafted, x):
     """Twin: `chain.draft_prob_of`. q of tokens x at one draft row, of which each line lies in one chunk: [T, W], and
-    W = 1 where the draft's vocabulary is another one."""
-    q = (x == tl.sum(tl.where(drafted.i == row, drafted.token, 0), 0)).to(tl.float32)
+    W = 1 where the draft's vocabulary is another one. `drafted` is the token drafted there."""
+    q = (x == drafted).to(tl.float32)
     if batch.traits.DRAWN:  # noqa: SIM102  (one is known when compiling, the other is not)
         if req.draft_temperature > 0:
-            q = _probs(take_draft(batch, req, row + tl.zeros([x.shape[0]], tl.int32), entry_of(batch, x)), law)
+            q = probs_of(take_draft(batch, req, row + tl.zeros([x.shape[0]], tl.int32), entry_of(batch, x)), law)
     return q
 
 
@@ -162,7 +180,7 @@ def draft_prob_of(batch, req, row, law, drafted, x):
 @no_type_check
 def target_probs(batch, req, row, law, o):
     """Twin: `Law.probs`. p of tokens `o` [S, W] at one target row, float32; a line of `o` lies in one chunk."""
-    return _probs(take_target(batch, req, row + tl.zeros([o.shape[0]], tl.int32), o), law)
+    return probs_of(take_target(batch, req, row + tl.zeros([o.shape[0]], tl.int32), o), law)
 
 
 @triton.jit
@@ -178,7 +196,7 @@ def draft_probs(batch, req, row, law, o):
             x = take_draft(batch, req, row + tl.zeros([entry.shape[0]], tl.int32), entry)
             if batch.traits.MAPPED:
                 x = tl.reshape(x, (o.shape[0], o.shape[1]))
-            q = _probs(x, law)
+            q = probs_of(x, law)
     return q
 
 

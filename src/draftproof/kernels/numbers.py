@@ -53,19 +53,41 @@ def draft_known(batch, req):
 @triton.jit
 @no_type_check
 def target_settled(batch, req, known):
-    """Numbers of a request's target rows [KP]."""
+    """Numbers of a request's target rows [KP]; where they are new, written down as well."""
     i = tl.arange(0, batch.traits.KP)
-    return _settled(batch, req, known, i, i <= req.length, req.temperature, not batch.traits.FILTERED, True)
+    settled = target_numbers(batch, req, known, 1.0 / req.temperature)
+    if not batch.traits.FILTERED:
+        write_settled(line_of(batch, req, i), i <= req.length, settled)
+    return settled
 
 
 @triton.jit
 @no_type_check
 def draft_settled(batch, req, known):
-    """Numbers of its draft rows [KP]."""
+    """The same of its draft rows."""
+    i = tl.arange(0, batch.traits.KP)
+    settled = draft_numbers(batch, req, known, 1.0 / req.draft_temperature)
+    if batch.traits.READ_DRAFT and not batch.traits.FILTERED:
+        write_settled(line_of(batch, req, req.J + i), (i < req.length) & wanted(req, req.J + i), settled)
+    return settled
+
+
+@triton.jit
+@no_type_check
+def target_numbers(batch, req, known, scale):
+    """Numbers of a request's target rows [KP], for a program that alone needs them: nothing is written."""
+    i = tl.arange(0, batch.traits.KP)
+    return _numbers(known, i <= req.length, req.temperature, scale, not batch.traits.FILTERED, True)
+
+
+@triton.jit
+@no_type_check
+def draft_numbers(batch, req, known, scale):
+    """The same of its draft rows."""
     i = tl.arange(0, batch.traits.KP)
     there = (i < req.length) & wanted(req, req.J + i)
     NEW: tl.constexpr = batch.traits.READ_DRAFT and not batch.traits.FILTERED
-    return _settled(batch, req, known, req.J + i, there, req.draft_temperature, NEW, False)
+    return _numbers(known, there, req.draft_temperature, scale, NEW, False)
 
 
 @triton.jit
@@ -81,11 +103,9 @@ def _known(batch, req, rows, there, NEW: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _settled(batch, req, known, rows, there, temperature, NEW: tl.constexpr, MAY_POINT: tl.constexpr):
-    """Numbers of some rows; where they are new, written down as well."""
-    if NEW:
-        settled = plain_numbers(known, there, temperature, MAY_POINT)
-        write_settled(line_of(batch, req, rows), there, settled)
+def _numbers(known, there, temperature, scale, NEW: tl.constexpr, MAY_POINT: tl.constexpr):
+    if NEW:  # noqa: SIM108  (only one of them is compiled)
+        settled = plain_numbers(known, there, temperature, scale, MAY_POINT)
     else:
         settled = known
     return settled
@@ -122,15 +142,14 @@ def tiles_of(batch, req, rows, there):
 
 @triton.jit
 @no_type_check
-def plain_numbers(tiles, there, temperature, MAY_POINT: tl.constexpr):
+def plain_numbers(tiles, there, temperature, scale, MAY_POINT: tl.constexpr):
     """Twin: `filters.settle` without filters. Of the law rows of these tiles that are `there`; of others, a mass of 1.
 
-    MAY_POINT: whether they may be greedy.
+    scale: 1 / temperature. MAY_POINT: whether they may be greedy.
     """
     m, s, inside = tiles.m, tiles.s, tiles.inside
     peak = tl.max(m, 1)
     sound = (peak > float("-inf")) & (peak < float("inf"))
-    scale = 1.0 / temperature
     distance = m - tl.where(sound, peak, 0.0)[:, None]
     cutoff, base = tl.full(peak.shape, float("-inf"), tl.float64), peak.to(tl.float64) * scale
     mass = tl.sum((s * power(distance, slope_of(scale))).to(tl.float64), 1)

@@ -105,7 +105,14 @@ def take_target(batch, req, rows, o):
 @no_type_check
 def take_draft(batch, req, rows, o):
     """The same for draft rows; `o` are entries of the draft vocabulary."""
-    there = (o >= 0) & (o < batch.sizes.R)
+    return take_draft_before(batch, req, rows, o, batch.sizes.R)
+
+
+@triton.jit
+@no_type_check
+def take_draft_before(batch, req, rows, o, end):
+    """The same for entries before `end`: with an end of 0 nothing is read."""
+    there = (o >= 0) & (o < end)
     x = tl.load(draft_row(batch, req, rows)[:, None] + o, mask=there, other=NOTHING)
     return _dress(batch, req, req.J + rows, o, x.to(tl.float32))
 

@@ -78,7 +78,7 @@ def settle(batch, LINES: tl.constexpr):
         if off | (filters.temperature == 0):
             rows = row + tl.zeros([1], tl.int32)
             tiles = tiles_of(batch, req, rows, rows >= 0)
-            settled = plain_numbers(tiles, rows >= 0, filters.temperature, True)
+            settled = plain_numbers(tiles, rows >= 0, filters.temperature, 1.0 / filters.temperature, True)
             write_settled(line_of(batch, req, rows), rows >= 0, settled)
         else:
             _settle_row(batch, req, row, filters, LINES)
