@@ -22,7 +22,7 @@ import torch
 import triton
 
 import draftproof as dp
-from gpu_compile import PROCESSES, collected, compile_part, side_by_side
+from gpu_compile import PROCESSES, collected, compile_part, counted, side_by_side
 from kernels import claims, law_claims
 
 WRONG = dp.Sampling(temperature=1.1)
@@ -31,11 +31,12 @@ WRONG = dp.Sampling(temperature=1.1)
 def judged(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What a claim measured and whether it held."""
     start = time.time()
-    try:
-        result = {"held": True, **run()}
-    except Exception:
-        result = {"held": False, "error": traceback.format_exc()[-2000:]}
-    return {**result, "took": round(time.time() - start, 1)}
+    with counted() as missed:
+        try:
+            result = {"held": True, **run()}
+        except Exception:
+            result = {"held": False, "error": traceback.format_exc()[-2000:]}
+    return {**result, "compiled": missed, "took": round(time.time() - start, 1)}
 
 
 def compiled() -> dict[str, Any]:

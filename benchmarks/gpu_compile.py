@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+import triton
 
 from draftproof.kernels import launch as launching
 from draftproof.kernels.launch import Step, options_of
@@ -15,11 +16,12 @@ from draftproof.kernels.launch import Step, options_of
 PROCESSES = min(14, os.cpu_count() or 1)
 
 
-def side_by_side(program: str, processes: int) -> None:
-    """Run `program --compile n processes` for each n; what they compile stays in the compiler's cache on disk."""
+def side_by_side(program: str, processes: int, *more: str) -> None:
+    """Run `program --compile n processes` and `more` for each n; what they compile stays in the compiler's cache on
+    disk."""
     start, environment = time.time(), os.environ | {"OMP_NUM_THREADS": "1"}
     parts = [
-        subprocess.Popen([sys.executable, program, "--compile", str(n), str(processes)], env=environment)
+        subprocess.Popen([sys.executable, program, "--compile", str(n), str(processes), *more], env=environment)
         for n in range(processes)
     ]
     codes = [part.wait() for part in parts]
@@ -52,6 +54,18 @@ def _name(step: Step, overlap: bool) -> str:
     divided = [size % 16 == 0 for size in (batch.sizes.V, batch.sizes.R, *batch.strides)]
     plain = [value for value in known if not isinstance(value, tuple)]
     return f"{step.kernel.__name__} {plain} {kinds} {divided} {options_of(step)} {overlap}"
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """The kernels that are compiled inside, in this process: those that compiling first has missed."""
+    names: list[str] = []
+    before = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else names.append(src.name)
+    try:
+        yield names
+    finally:
+        triton.knobs.compilation.listener = before
 
 
 @contextmanager

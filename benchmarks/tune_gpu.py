@@ -43,7 +43,10 @@ class Variant(NamedTuple):
         return f"{self.kernel}{list(self.sizes)} warps={self.warps}{limit}"
 
 
-SCANS = [Variant("scan", sizes, warps) for sizes, warps in (((8, 1), 4), ((4, 1), 2), ((2, 1), 1), ((2, 2), 1))]
+SCANS = [
+    Variant("scan", (step, tiles), warps)
+    for step, tiles, warps in ((8, 1, 4), (8, 1, 8), (8, 2, 4), (8, 3, 4), (4, 1, 2), (4, 2, 2), (2, 1, 1), (2, 2, 1))
+]
 SETTLES = [
     Variant("settle", (lines,), warps, registers)
     for lines, warps, registers in ((32, 8, 80), (32, 8, None), (64, 8, None), (32, 4, None), (32, 16, None))
@@ -67,9 +70,9 @@ class Group(NamedTuple):
 GROUPS = [
     Group("float32", FILTERS, "token", False, (1, 8, 64, 256), SETTLES),
     Group("float32", "top-p 0.95", "token", False, (1, 8, 64, 256), [*SIFTS, *SETTLES[:2]]),
-    Group("float32", "temperature", "token", False, (1, 8, 64), [*TOKENS, *SCANS[:3]]),
+    Group("float32", "temperature", "token", False, (1, 8, 64, 256), [*SCANS, *TOKENS]),
     Group("bfloat16", "temperature", "token", False, (1, 8, 64, 256), SCANS),
-    Group("float32", "greedy", "token", False, (1, 8), SCANS[:3]),
+    Group("float32", "greedy", "token", False, (1, 8, 64), SCANS),
     Group("float32", "temperature", "block", False, (1, 64), BLOCKS),
     Group("bfloat16", FILTERS, "token", False, (1, 8, 64), SETTLES[:3]),
 ]
@@ -102,10 +105,10 @@ def steps_of(group: Group, given: Inputs, workspace: Workspace, variant: Variant
     return [changed(step, variant) for step in steps[: upto + 1]]
 
 
-def all_plans() -> Iterator[list[Step]]:
+def all_plans(groups: list[Group]) -> Iterator[list[Step]]:
     """The launches of every variant, for a small and for a large batch, to be compiled."""
     one = torch.ones(1, dtype=torch.long, device="cuda")
-    for group in GROUPS:
+    for group in groups:
         x = torch.zeros(1, K + 1, V, dtype=getattr(torch, group.dtype), device="cuda")
         for B in (1, 64):
             given = Inputs(x.expand(B, -1, -1), x[:, :K].expand(B, -1, -1), one.expand(B, K).contiguous(),
@@ -159,15 +162,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("tune_gpu.json"))
     parser.add_argument("--seconds", type=float, default=30.0, help="for measuring, after compiling")
+    parser.add_argument("--only", nargs="+", help="settings")
     parser.add_argument("--compile", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    groups = [group for group in GROUPS if not options.only or group.setting in options.only]
     if options.compile:
-        return compile_part(all_plans(), *options.compile)
+        return compile_part(all_plans(groups), *options.compile)
     start = time.time()
-    side_by_side(__file__, PROCESSES)
+    side_by_side(__file__, PROCESSES, *(["--only", *options.only] if options.only else []))
     lines: list[dict[str, Any]] = []
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for line in measured(GROUPS, options.seconds):
+    for line in measured(groups, options.seconds):
         lines.append(line)
         options.out.write_text(json.dumps(lines, indent=1) + "\n")
     print(table(lines))

@@ -33,3 +33,8 @@ def test_a_kernel_is_compiled_once_for_all_draft_lengths_and_filters(tmp_path):
     """What a first request waits for. The scan is compiled twice: filters need more of it."""
     seen = printed(tmp_path, "compile_once.py")
     assert sorted(seen) == ["block_close", "block_sums", "block_walk", "coupled", "scan", "scan", "settle"]
+
+
+def test_kernels_have_their_names_before_the_first_is_launched(tmp_path):
+    """Or Triton 3.6 would name them by which was launched first, and compile again what another process has compiled."""
+    assert printed(tmp_path, "compile_names.py") == []

@@ -34,6 +34,15 @@ ROOM: Final = 128
 """Registers of a thread of `token`, `block_sums`, `sift`: they then find room while the kernel before still runs."""
 
 
+KERNELS: Final = (scan, settle, sift, settle_deep, token, coupled, block_walk, block_sums, block_close)
+"""All that a call may launch."""
+
+for _kernel in KERNELS:
+    # Triton 3.6 names a compiled kernel also by those it has looked at before. All are looked at here, in one order, so
+    # that what one process has compiled is found on disk by the next
+    getattr(_kernel, "cache_key", None)
+
+
 class Step(NamedTuple):
     """One launch."""
 
