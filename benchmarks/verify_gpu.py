@@ -13,7 +13,6 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -210,7 +209,7 @@ def main() -> None:
     cases = CASES[: len(BARS)] if options.barred else CASES
     cases = [case for case in cases if not options.only or case.setting in options.only]
     made: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": "python benchmarks/verify_gpu.py",
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
         "K": K,

@@ -36,5 +36,5 @@ def test_a_kernel_is_compiled_once_for_all_draft_lengths_and_filters(tmp_path):
 
 
 def test_kernels_have_their_names_before_the_first_is_launched(tmp_path):
-    """Or Triton 3.6 would name them by which was launched first, and compile again what another process has compiled."""
+    """Or Triton 3.6 would name them by which was launched first, and not find what another process has compiled."""
     assert printed(tmp_path, "compile_names.py") == []
