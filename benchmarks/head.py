@@ -48,8 +48,9 @@ def passes(target: Any, words: Any, options: argparse.Namespace) -> dict[str, An
     for rule, sampling, how in cells():
         engine = dp.load(target, options.drafter, tokenizer=words, max_batch=rows, **how)
         found = tallies(
-            engine, held_out(), SAMPLINGS[sampling], max_tokens=options.max_tokens, seconds=options.seconds_a_cell
-        )
+            engine, held_out(), SAMPLINGS[sampling], max_tokens=options.max_tokens, seed=options.seed,
+            seconds=options.seconds_a_cell,
+        )  # fmt: skip
         table.setdefault(rule, {})[sampling] = {kind: round(tally.per_pass, 3) for kind, tally in found.items()}
         whole = found[OVERALL]
         print(
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--only-passes", action="store_true", help="count, do not time")
     parser.add_argument("--rows", type=int, help="texts at once while counting")
     parser.add_argument("--max-tokens", type=int, default=128, help="of a counted text")
+    parser.add_argument("--seed", type=int, default=0, help="of the first counted text")
     parser.add_argument("--seconds-a-cell", type=float, help="default: no limit on a GPU, 45 on a CPU")
     parser.add_argument("--prompts-of-a-kind", type=int, default=2, help="timed")
     parser.add_argument("--clocked-tokens", type=int, default=64, help="of a timed text")
@@ -173,6 +175,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "machine": torch.cuda.get_device_name() if options.device.startswith("cuda") else f"{os.cpu_count()} CPU cores",
         "threads": torch.get_num_threads(),
         "max_tokens": options.max_tokens,
+        "seed": options.seed,
         "seconds_a_cell": None if options.seconds_a_cell == float("inf") else options.seconds_a_cell,
         "tokens_per_pass": passes(loaded.hf, loaded.tokenizer, options),
     }
