@@ -44,9 +44,12 @@ class Variant(NamedTuple):
 
 
 SCANS = [
-    Variant("scan", (step, tiles), warps)
-    for step, tiles, warps in ((8, 1, 4), (8, 1, 8), (8, 2, 4), (8, 3, 4), (4, 1, 2), (4, 2, 2), (2, 1, 1), (2, 2, 1))
-]
+    Variant("scan", (step, tiles), warps, registers)
+    for step, tiles, warps, registers in (
+        (8, 1, 4, None), (8, 1, 4, 56), (8, 1, 4, 48), (8, 1, 8, None), (8, 2, 4, None), (4, 1, 2, None), (4, 2, 2, None),
+        (2, 1, 1, None), (2, 2, 1, None), (2, 2, 1, 64),
+    )
+]  # fmt: skip
 SETTLES = [
     Variant("settle", (lines,), warps, registers)
     for lines, warps, registers in ((32, 8, 80), (32, 8, None), (64, 8, None), (32, 4, None), (32, 16, None))
