@@ -46,8 +46,8 @@ class Variant(NamedTuple):
 SCANS = [
     Variant("scan", (step, tiles), warps, registers)
     for step, tiles, warps, registers in (
-        (8, 1, 4, None), (8, 1, 4, 56), (8, 1, 4, 48), (8, 1, 8, None), (8, 2, 4, None), (4, 1, 2, None), (4, 2, 2, None),
-        (2, 1, 1, None), (2, 2, 1, None), (2, 2, 1, 64),
+        (8, 1, 4, None), (8, 1, 4, 56), (8, 1, 4, 48), (8, 1, 8, None), (8, 2, 4, None), (4, 1, 2, None),
+        (4, 2, 2, None), (2, 1, 1, None), (2, 2, 1, None), (2, 2, 1, 64),
     )
 ]  # fmt: skip
 SETTLES = [
