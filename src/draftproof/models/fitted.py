@@ -19,8 +19,8 @@ from draftproof.models.packed import pack, packable
 from draftproof.models.tapped import embeddings, output_rows
 
 ON_CPU: Final = 12288
-"""Tokens that a head says on a CPU, where a step takes as long as its weights take to be read: with 16 384 it keeps 1 %
-more of the draft and is slower at temperature 1, with 8192 it is slower greedily."""
+"""Tokens that a head says on a CPU, where a step takes as long as its weights take to be read: more would keep a little
+more of each draft and take longer than they save (docs/decisions.md)."""
 
 
 @dataclass(frozen=True, slots=True)
