@@ -8,9 +8,9 @@ import triton.language as tl
 from draftproof.kernels.exponent import power, slope_of
 from draftproof.kernels.layout import PER_CHUNK, QUEUE, SLICE, WORK
 from draftproof.kernels.request import chunks_of, law_row, request, whole
-from draftproof.kernels.rows import dressed, law_slices
+from draftproof.kernels.rows import dressed, law_parts, law_slices
 
-NOWHERE = tl.constexpr(2**30 + SLICE.value)  # a slice that begins here is behind the end of any row
+NOWHERE = tl.constexpr(2**30 // SLICE.value + 1)  # a slice that is behind the end of any row
 
 
 class Place(NamedTuple):
@@ -45,37 +45,75 @@ def queued_row(batch, n):
 @no_type_check
 def list_slices(batch, req, row, m, low):
     """Write down the slices whose largest logit reaches `low`, in order. Returns how many."""
-    reach = (m >= low) & (m > float("-inf"))
-    n = tl.cumsum(reach.to(tl.int32), 0) - 1
-    names = tl.arange(0, batch.traits.NS).to(tl.float32)
-    tl.store(line_of_work(batch, law_row(req, row)) + WORK + n, names, mask=reach)
+    THREADS: tl.constexpr = batch.traits.NS // 4  # each counts four of them by itself
+    reach = ((m >= low) & (m > float("-inf"))).to(tl.int32)
+    even, odd = tl.split(tl.reshape(reach, (THREADS, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    upto = tl.cumsum(first + second + third + fourth, 0)
+    name = tl.arange(0, THREADS) * 4
+    at = line_of_work(batch, law_row(req, row)) + WORK + upto
+    tl.store(at - fourth, as_float(name + 3), mask=fourth > 0)
+    at -= fourth + third
+    tl.store(at, as_float(name + 2), mask=third > 0)
+    tl.store(at - second, as_float(name + 1), mask=second > 0)
+    tl.store(at - second - first, as_float(name), mask=first > 0)
     tl.debug_barrier()
-    return tl.sum(reach.to(tl.int32), 0)
+    return last_of(upto)
+
+
+@triton.jit
+@no_type_check
+def as_float(n):
+    """A whole number in the memory of a float32, as it is: to turn it into one takes longer."""
+    return n.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def as_whole(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def last_of(x):
+    """The last of x [N], whole numbers that do not fall."""
+    return tl.max(tl.gather(x, tl.full([1], x.shape[0] - 1, tl.int32), 0), 0)
 
 
 @triton.jit
 @no_type_check
 def ask(batch, req, place, n):
-    """Of a place's slices the n-th [L]: their numbers, -1 behind the end, and their logits as they are."""
+    """Of a place's slices the n-th [L]: their numbers, NOWHERE behind the end, and their logits as they are."""
+    which = _which(batch, req, place, n)
+    return which, law_slices(batch, req, place.row, which * SLICE, place.row >= 0)
+
+
+@triton.jit
+@no_type_check
+def ask_parts(batch, req, place, n):
+    """The same numbers, and the logits part by part (`rows.law_parts`)."""
+    which = _which(batch, req, place, n)
+    return which, law_parts(batch, req, place.row, which * SLICE)
+
+
+@triton.jit
+@no_type_check
+def _which(batch, req, place, n):
     there = n < place.count
     n += place.first
     listed = line_of_work(batch, law_row(req, place.row)) + WORK
-    which = tl.load(listed + n, mask=there & (place.listed > 0), other=-1.0).to(tl.int32)
-    which = tl.where(there & (place.listed == 0), n, which)
-    return which, law_slices(batch, req, place.row, _begin(which), place.row >= 0)
+    nowhere = as_float(tl.full(there.shape, NOWHERE, tl.int32))
+    which = as_whole(tl.load(listed + n, mask=there & (place.listed > 0), other=nowhere))
+    return tl.where(there & (place.listed == 0), n, which)
 
 
 @triton.jit
 @no_type_check
 def answer(batch, req, place, which, x):
     """What was asked for, [L, SEGMENT, parts], float32, edits and mask put in; −inf behind the end."""
-    return dressed(batch, req, place.row, _begin(which), x)
-
-
-@triton.jit
-@no_type_check
-def _begin(which):
-    return tl.where(which >= 0, which * SLICE, NOWHERE)
+    return dressed(batch, req, place.row, which * SLICE, x)
 
 
 @triton.jit
@@ -102,7 +140,7 @@ def masked_sums(batch, req, place, begin, end, cutoff, LINES: tl.constexpr):
         x = answer(batch, req, place, which, raw)
         mass = power(x - place.peak, slope_of(place.scale))
         each = tl.sum(tl.sum(tl.where(x >= cutoff, mass, 0.0), 2), 1)
-        tl.store(sums + which, each, mask=which >= 0)
+        tl.store(sums + which, each, mask=which < NOWHERE)
         which, raw = ahead
     tl.debug_barrier()
     c = begin // PER_CHUNK + tl.arange(0, batch.traits.NP)
@@ -112,3 +150,44 @@ def masked_sums(batch, req, place, begin, end, cutoff, LINES: tl.constexpr):
     tl.store(batch.stats + line + c, place.peak + tl.zeros([batch.traits.NP], tl.float32), mask=there)
     tl.store(batch.stats + line + C + c, s, mask=there)
     return tl.sum(s.to(tl.float64), 0)
+
+
+@triton.jit
+@no_type_check
+def clear_sums(batch, req, row):
+    """Leave nothing of a row's sums by slice and chunk. Their largest logits may stay: they weigh nothing."""
+    C = req.C
+    line = law_row(req, row) * 2 * C
+    n, c = tl.arange(0, batch.traits.NS), tl.arange(0, batch.traits.NP)
+    count = C * PER_CHUNK
+    tl.store(batch.slices + line * PER_CHUNK + count + n, tl.zeros([batch.traits.NS], tl.float32), mask=n < count)
+    tl.store(batch.stats + line + C + c, tl.zeros([batch.traits.NP], tl.float32), mask=c < C)
+
+
+@triton.jit
+@no_type_check
+def write_sums(batch, req, place, x, which, behind, cutoff):
+    """The sums of a row that were cleared, made of all its logits x [N] that reach the cutoff: `which` slices they are
+    in, rising, NOWHERE for none, and which those behind them are in."""
+    C = req.C
+    line = law_row(req, place.row) * 2 * C
+    mass = tl.where(x >= cutoff, power(x - place.peak, slope_of(place.scale)), 0.0)
+    _, one, all_four = tl.associative_scan((which, mass, mass), 0, _of_same)
+    peak = place.peak + tl.zeros(x.shape, tl.float32)
+    tl.debug_barrier()  # they are cleared
+    end = (which < NOWHERE) & (which != behind)
+    slices = batch.slices + line * PER_CHUNK + which
+    tl.store(slices, peak, mask=end)
+    tl.store(slices + C * PER_CHUNK, one, mask=end)
+    chunk = which // PER_CHUNK
+    end = (which < NOWHERE) & (chunk != behind // PER_CHUNK)
+    tl.store(batch.stats + line + chunk, peak, mask=end)
+    tl.store(batch.stats + line + C + chunk, all_four, mask=end)
+
+
+@triton.jit
+@no_type_check
+def _of_same(slice_a, one_a, all_a, slice_b, one_b, all_b):
+    """Sums that go on as long as slice and chunk are the same."""
+    one = one_b + tl.where(slice_a == slice_b, one_a, 0.0)
+    return slice_b, one, all_b + tl.where(slice_a // PER_CHUNK == slice_b // PER_CHUNK, all_a, 0.0)

@@ -16,8 +16,9 @@ from draftproof.kernels.layout import DONE, FEW, PER_CHUNK, QUEUED
 from draftproof.kernels.measure import bottom_of, measured, sampled
 from draftproof.kernels.orders import key, value
 from draftproof.kernels.request import law_row
-from draftproof.kernels.settle import bound_of, filters_of, floor_of, summary_of, write_row
+from draftproof.kernels.settle import filters_of, write_row
 from draftproof.kernels.shortlist import cut, gather, listed
+from draftproof.kernels.summary import bound_of, floor_of, masses_of, summary_of
 
 PIVOTS = tl.constexpr(8)
 NEAR = tl.constexpr(0.01)  # exponents between what a sample tells and the innermost pivots
@@ -56,14 +57,15 @@ def settle_deep(batch, LINES: tl.constexpr):
 def _settle_row(batch, req, row, LINES: tl.constexpr):
     filters = filters_of(batch, req, row)
     scale = 1.0 / filters.temperature
-    summary = summary_of(batch, req, row, scale)
+    summary = summary_of(batch, req, row)
+    masses = masses_of(summary, scale)
     floor = floor_of(filters, summary.peak, scale)
-    low = bound_of(filters, summary, floor, scale)
+    low = bound_of(filters, summary, masses, floor, scale)
     count = req.C * PER_CHUNK  # nearly all may hold it: a list would only have to be waited for
     place = Place(row=row, first=0, count=count, listed=0, peak=summary.peak, scale=scale)
     edge = low
     if (filters.k > 0) | (filters.top_p < 1):
-        edge = _search(batch, req, place, low, filters.k, filters.top_p, summary.total, LINES)
+        edge = _search(batch, req, place, low, filters.k, filters.top_p, masses.total, LINES)
     cutoff = tl.maximum(floor, edge)
     kept = masked_sums(batch, req, place, 0, count, cutoff, LINES)
     write_row(batch, req, row, cutoff, scale * summary.peak.to(tl.float64), kept)
@@ -89,7 +91,7 @@ def _search(batch, req, place, low, k, top_p, total, LINES: tl.constexpr):
         guess, near = _between(place, span, goal)
         closed = span.last - span.first <= 1
         if closed | (_number(place, span, by_mass) <= FEW):
-            found = gather(batch, req, place, value(span.first), value(span.last), places, FEW, LINES)
+            found = gather(batch, req, place, value(span.first), value(span.last), places, FEW, False)
             if closed | (found <= FEW):
                 rank = tl.where(by_mass, 0, k - span.above.to(tl.int32))
                 cutoff = value(span.first)  # where there are more than few, they are all equal

@@ -27,8 +27,11 @@ DEEP: Final = 132
 LINES: Final = 32
 """Slices that a search for a cutoff asks for at a time."""
 
-CROWDED: Final = 80
-"""Registers of a thread of `settle` where there are many rows: three programs then share a processor."""
+CROWDED: Final = 48
+"""Registers of a thread of `settle` where there are many rows: five programs then share a processor."""
+
+DRESSED: Final = 80
+"""The same where edits or a mask are put into logits: that takes more."""
 
 ROOM: Final = 128
 """Registers of a thread of `token`, `block_sums`, `sift`: they then find room while the kernel before still runs."""
@@ -87,7 +90,9 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
     step, at_once, warps = (2, 2, 1) if many else (PER_TILE, 1, 4)
     steps = [_step(scan, (-(-T // at_once), rows, B), batch, (constant(step), constant(at_once)), warps)]
     if call.parameters.filtered:
-        steps.append(_step(settle, (rows, B), batch, (constant(LINES),), 8, CROWDED if B * rows > DEEP else None))
+        plain = call.edits is None and call.allowed is None
+        limit = None if B * rows <= DEEP else CROWDED if plain else DRESSED
+        steps.append(_step(settle, (rows, B), batch, (constant(LINES),), 8, limit))
         if call.parameters.nucleus:
             programs = min(rows * B * PARTS, 2 * DEEP)
             steps += [_step(sift, (programs,), batch, (constant(n),), 8, ROOM) for n in range(ROUNDS + 2)]

@@ -12,6 +12,7 @@ import triton.language as tl
 from draftproof.kernels.layout import CHUNK, SLICE
 from draftproof.kernels.request import law_row, whole
 
+WARP = tl.constexpr(32)  # threads
 NOTHING = tl.constexpr(float("-inf"))
 
 
@@ -45,13 +46,50 @@ def law_slices(batch, req, row, begin, there):
 
 @triton.jit
 @no_type_check
+def law_parts(batch, req, row, begin):
+    """The same slices as float32, edits and mask put in, part by part [WARP, S]: each warp has whole slices then, and a
+    thread the same place in each part. Where edits or a mask may be, a part is a slice."""
+    end = tl.where(row < req.J, batch.sizes.V, batch.sizes.R)
+    WIDTH: tl.constexpr = SLICE if batch.traits.EDITED or batch.traits.MASKED else WARP
+    if batch.traits.ALIKE:
+        at = tl.where(row < req.J, target_row(batch, req, row), draft_row(batch, req, row - req.J))
+        x = _parts(at, begin, end, WIDTH)
+    elif row < req.J:
+        x = _parts(target_row(batch, req, row), begin, end, WIDTH)
+    else:
+        x = _parts(draft_row(batch, req, row - req.J), begin, end, WIDTH)
+    if WIDTH == SLICE:
+        x = (_dress(batch, req, row + tl.zeros(begin.shape, tl.int32), _places(begin, SLICE), x[0], 0),)
+    return x
+
+
+@triton.jit
+@no_type_check
+def _parts(at, begin, end, WIDTH: tl.constexpr):
+    o = _places(begin, WIDTH)
+    x = ()
+    for i in tl.static_range(SLICE // WIDTH):
+        x += (_segments(at, o + i * WIDTH, end).to(tl.float32),)
+    return x
+
+
+@triton.jit
+@no_type_check
+def _places(begin, WIDTH: tl.constexpr):
+    """Tokens from `begin` [S] on, [WIDTH, S]. Neighbours have changed places: the compiler then finds nothing that one
+    thread could read at a time, and lays all out alike, a number a thread."""
+    return begin[None, :] + (tl.arange(0, WIDTH) ^ 1)[:, None]
+
+
+@triton.jit
+@no_type_check
 def dressed(batch, req, row, begin, x):
     """The same as float32, with edits and mask put in; where there may be any, a segment is a slice."""
     x = x.to(tl.float32)
     if batch.traits.EDITED or batch.traits.MASKED:
         SLICES: tl.constexpr = begin.shape[0]
         o = begin[:, None] + tl.arange(0, SLICE)[None, :]
-        x = _dress(batch, req, row + tl.zeros([SLICES], tl.int32), o, tl.reshape(x, (SLICES, SLICE)))
+        x = _dress(batch, req, row + tl.zeros([SLICES], tl.int32), o, tl.reshape(x, (SLICES, SLICE)), 1)
         x = tl.reshape(x, (SLICES, SLICE, 1))
     return x
 
@@ -98,7 +136,7 @@ def take_target(batch, req, rows, o):
     """
     there = (o >= 0) & (o < batch.sizes.V)
     x = tl.load(target_row(batch, req, rows)[:, None] + o, mask=there, other=NOTHING)
-    return _dress(batch, req, rows, o, x.to(tl.float32))
+    return _dress(batch, req, rows, o, x.to(tl.float32), 1)
 
 
 @triton.jit
@@ -114,30 +152,31 @@ def take_draft_before(batch, req, rows, o, end):
     """The same for entries before `end`: with an end of 0 nothing is read."""
     there = (o >= 0) & (o < end)
     x = tl.load(draft_row(batch, req, rows)[:, None] + o, mask=there, other=NOTHING)
-    return _dress(batch, req, req.J + rows, o, x.to(tl.float32))
+    return _dress(batch, req, req.J + rows, o, x.to(tl.float32), 1)
 
 
 @triton.jit
 @no_type_check
-def _dress(batch, req, rows, o, x):
-    """Edits and mask put into logits x of law rows `rows` [S]; the mask is the target's."""
+def _dress(batch, req, rows, o, x, AXIS: tl.constexpr):
+    """Edits and mask put into logits x of law rows `rows` [S], whose lines lie along AXIS; the mask is the target's."""
     draft = rows >= req.J
     if batch.traits.EDITED:
-        x = _edit(x, o, batch.edits, req.b * 2 + draft.to(tl.int64), law_row(req, rows.to(tl.int64)), req.C)
+        x = _edit(x, o, batch.edits, req.b * 2 + draft.to(tl.int64), law_row(req, rows.to(tl.int64)), req.C, AXIS)
     if batch.traits.MASKED:
         bits = batch.allowed + req.target_row * batch.strides.allowed + rows.to(tl.int64) * batch.strides.allowed_row
-        there = (o >= 0) & (o < batch.sizes.V) & ~draft[:, None]
-        word = tl.load(bits[:, None] + (o >> 5), mask=there, other=0)
-        x = tl.where((((word >> (o & 31)) & 1) != 0) | draft[:, None], x, NOTHING)
+        draft = tl.expand_dims(draft, AXIS)
+        there = (o >= 0) & (o < batch.sizes.V) & ~draft
+        word = tl.load(tl.expand_dims(bits, AXIS) + (o >> 5), mask=there, other=0)
+        x = tl.where((((word >> (o & 31)) & 1) != 0) | draft, x, NOTHING)
     return x
 
 
 @triton.jit
 @no_type_check
-def _edit(x, o, edits, side, lines, C):
+def _edit(x, o, edits, side, lines, C, AXIS: tl.constexpr):
     """Twin: `edits._edit`. Bias, then repetition by sign, then what presence and frequency take off."""
     E = whole(edits.E)
-    chunk = tl.minimum(tl.maximum(tl.min(o, 1), 0) // CHUNK, C - 1)
+    chunk = tl.minimum(tl.maximum(tl.min(o, AXIS), 0) // CHUNK, C - 1)
     first = edits.first + side * (C + 1) + chunk
     here = tl.load(first)
     count = tl.load(first + 1) - here
@@ -145,12 +184,12 @@ def _edit(x, o, edits, side, lines, C):
         real = n < count
         token = tl.load(edits.tokens + side * E + here + n, mask=real, other=-1)
         at = edits.amounts + (lines * E + here + n) * 4
-        bias = tl.load(at, mask=real, other=0.0)[:, None]
-        up = tl.load(at + 1, mask=real, other=1.0)[:, None]
-        down = tl.load(at + 2, mask=real, other=1.0)[:, None]
-        spent = tl.load(at + 3, mask=real, other=0.0)[:, None]
+        bias = tl.expand_dims(tl.load(at, mask=real, other=0.0), AXIS)
+        up = tl.expand_dims(tl.load(at + 1, mask=real, other=1.0), AXIS)
+        down = tl.expand_dims(tl.load(at + 2, mask=real, other=1.0), AXIS)
+        spent = tl.expand_dims(tl.load(at + 3, mask=real, other=0.0), AXIS)
         y = x + bias
-        x = tl.where((o == token[:, None]) & (o >= 0), y * tl.where(y > 0, up, down) - spent, x)
+        x = tl.where((o == tl.expand_dims(token, AXIS)) & (o >= 0), y * tl.where(y > 0, up, down) - spent, x)
     return x
 
 

@@ -176,7 +176,7 @@ def _narrowed(batch, req, row, span, pivots, note, ROUND: tl.constexpr):
 def _list(batch, req, place, part, span, LINES: tl.constexpr):
     """Write down a part's logits between the borders, EACH at most, how many there are, the least and the largest."""
     places = line_of_work(batch, law_row(req, place.row)) + part * EACH
-    found = gather(batch, req, place, span.low, span.high, places, EACH, LINES)
+    found = gather(batch, req, place, span.low, span.high, places, EACH, False)
     n = tl.arange(0, EACH)
     least = tl.min(tl.load(places + n, mask=n < found, other=float("inf")), 0)
     most = tl.max(tl.load(places + n, mask=n < found, other=float("-inf")), 0)

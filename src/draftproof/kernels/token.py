@@ -12,7 +12,7 @@ from triton.language.extra import cuda
 
 from draftproof.kernels.closing import Trials, thin, trials_of
 from draftproof.kernels.draws import chunk_stats
-from draftproof.kernels.exponent import INTERPRETED
+from draftproof.kernels.early import at_once
 from draftproof.kernels.laws import drafted_of, law_of_base, law_of_peak, warm
 from draftproof.kernels.layout import NO_DRAFT_LAW, NO_SUCH_TOKEN, NO_TARGET_LAW
 from draftproof.kernels.noise import ACCEPT, uniform
@@ -51,16 +51,6 @@ def token(batch, out):
     else:
         accepted, closing, fault = greedy_match(batch, req, p, drafted.token)
     write(batch, out, req, drafted.token, accepted, closing, fault)
-
-
-@triton.jit
-@no_type_check
-def at_once(x):
-    """The same float64 numbers, worked out here: the compiler would put it off until they are needed."""
-    if INTERPRETED:
-        return x
-    else:  # only one of the two is compiled
-        return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=d,d", [x], tl.float64, is_pure=False, pack=1)
 
 
 class Scales(NamedTuple):
