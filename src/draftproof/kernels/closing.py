@@ -6,13 +6,12 @@ import triton
 import triton.language as tl
 
 from draftproof.core.closing import TRIALS as _TRIALS
-from draftproof.kernels.draws import chunk_masses_at, draw_in_chunk, invert, slice_of, token_of, tokens_of
-from draftproof.kernels.exponent import near_exp2
-from draftproof.kernels.laws import draft_prob_of, excess, probs_of
-from draftproof.kernels.layout import PER_CHUNK, SLICE
+from draftproof.kernels.draws import chunk_masses_at, draw_in_chunk, invert, invert_once, slice_of, token_of, tokens_of
+from draftproof.kernels.laws import draft_prob_of, probs_of
+from draftproof.kernels.layout import SLICE
 from draftproof.kernels.noise import CLOSE, THIN, pair, uniform
-from draftproof.kernels.request import law_row
-from draftproof.kernels.rows import draft_row, segment_tokens, take_draft_before, take_target, target_row, whole_slices
+from draftproof.kernels.residual import excess_sums, sum_excess
+from draftproof.kernels.rows import take_draft_before, take_target
 
 TRIALS = tl.constexpr(_TRIALS)
 FEW_CHUNKS = tl.constexpr(2)  # that a single program reads at a time: it is done so rarely that it must not take room
@@ -67,12 +66,32 @@ def thin(batch, req, at, drafted, p_law, q_law, stats, trials):
         else:
             trials = trials_of(req, n)
     if found < 0:
-        one = tl.full((), 1.0, tl.float64)
-        for c in range(0, req.C, FEW_CHUNKS):
-            sum_excess(batch, req, at, p_law, q_law, one, c, FEW_CHUNKS)
-        tl.debug_barrier()
-        found = draw_excess(batch, req, at, p_law, q_law, one, one, masses, TRIALS)
+        found = _in_full(batch, req, at, drafted, p_law, q_law, masses)
     return found
+
+
+@triton.jit
+@no_type_check
+def _in_full(batch, req, at, drafted, p_law, q_law, masses):
+    """From the residual's own sums; from p, whose masses are given, where these are all 0: p = q up to rounding."""
+    one = tl.full((), 1.0, tl.float64)
+    sum_excess(batch, req, at, p_law, q_law, one, 0, 1, FEW_CHUNKS)
+    tl.debug_barrier()
+    c = tl.arange(0, batch.traits.NP)
+    sums = tl.load(excess_sums(batch, req, at, c), mask=c < req.C, other=0.0).to(tl.float64)
+    some = tl.max(sums, 0) > 0
+    first, second = closing_pair(req, TRIALS)
+    chunk = invert_once(tl.where(some, sums, masses), first)
+    share = tl.where(some, one, 0.0)
+    return draw_in_chunk(batch, req, at, drafted, p_law, q_law, one, share, chunk, second)
+
+
+@triton.jit
+@no_type_check
+def closing_pair(req, LANE: tl.constexpr):
+    """Two numbers for one draw."""
+    first, second = pair(req.seed, req.start, CLOSE, tl.arange(0, 1) + LANE, 0)
+    return tl.sum(first, 0), tl.sum(second, 0)
 
 
 @triton.jit
@@ -99,68 +118,3 @@ def _both(batch, req, at, drafted, p_law, q_law, o):
             y = take_draft_before(batch, req, row, o, tl.where(weighed, batch.sizes.R, 0))
             q = tl.where(req.draft_temperature > 0, probs_of(y, q_law), q)
     return probs_of(x, p_law), q
-
-
-@triton.jit
-@no_type_check
-def excess_sums(batch, req, at, c):
-    """Where the residual's chunk sums stand: with the draft row, whose own sums are no longer needed."""
-    return batch.stats + (law_row(req, req.J + at) * 2 + 1) * req.C + c
-
-
-@triton.jit
-@no_type_check
-def sum_excess(batch, req, at, p_law, q_law, weight, c, CHUNKS: tl.constexpr):
-    """Twin: `draw.chunk_sums` of `chain.excess`, for CHUNKS chunks from c on, written down."""
-    lines = c * PER_CHUNK + tl.arange(0, CHUNKS * PER_CHUNK)
-    AS_THEY_ARE: tl.constexpr = not (batch.traits.EDITED or batch.traits.MASKED or batch.traits.MAPPED)
-    if batch.traits.ALIKE and batch.traits.DRAWN and AS_THEY_ARE:
-        each = _plain_excess(batch, req, at, p_law, q_law, weight.to(tl.float32), lines * SLICE)
-    else:
-        each = tl.sum(excess(batch, req, at, p_law, q_law, weight, 1.0, tokens_of(lines)), 1)
-    chunks = c + tl.arange(0, CHUNKS)
-    sums = tl.sum(tl.reshape(each, (CHUNKS, PER_CHUNK)), 1)
-    tl.store(excess_sums(batch, req, at, chunks), sums, mask=chunks < req.C)
-
-
-@triton.jit
-@no_type_check
-def _plain_excess(batch, req, at, p_law, q_law, weight, begin):
-    """Sums of `excess` over the slices that begin at `begin`, of logits as they are: every row read in long pieces."""
-    SEGMENT: tl.constexpr = batch.traits.SEGMENT
-    x = whole_slices(target_row(batch, req, at), begin, batch.sizes.V, SEGMENT)
-    y = whole_slices(draft_row(batch, req, at), begin, batch.sizes.R, SEGMENT)
-    p, p_gain = _in_proportion(x.to(tl.float32), p_law, batch.traits.FILTERED)
-    q, q_gain = _in_proportion(y.to(tl.float32), q_law, batch.traits.FILTERED)
-    if req.draft_temperature == 0:  # a point mass, at least p where it is and nothing elsewhere
-        point = tl.load(batch.drafted + req.b * req.K + at).to(tl.int32)
-        p, q = tl.where(segment_tokens(begin, SEGMENT) == point, 0.0, p), tl.zeros_like(q)
-    return tl.sum(tl.sum(tl.maximum(tl.fma(p, p_gain * weight, -q * q_gain), 0.0), 2), 1)
-
-
-@triton.jit
-@no_type_check
-def _in_proportion(x, law, FILTERED: tl.constexpr):
-    """Twin: `law.powers`, weights and factor. The exponent in one step; its offset's rounding is left to the factor."""
-    offset = law.centre * law.slope
-    w = near_exp2(tl.fma(x, law.slope, -offset))
-    if FILTERED:
-        w = tl.where(x < law.cutoff, 0.0, w)
-    return w, law.gain * tl.exp2(tl.fma(-law.centre, law.slope, offset))
-
-
-@triton.jit
-@no_type_check
-def draw_excess(batch, req, at, p_law, q_law, weight, share, masses, LANE: tl.constexpr):
-    """Twin: `closing.close` of `chain.excess`, whose chunk sums are written down; `masses` are those of p.
-
-    From p where `share` is 0, and where the sums are all 0: then p = q up to rounding.
-    """
-    c = tl.arange(0, batch.traits.NP)
-    count = tl.where(share > 0, req.C, 0)
-    sums = tl.load(excess_sums(batch, req, at, c), mask=c < count, other=0.0).to(tl.float64)
-    some = tl.max(sums, 0) > 0
-    share, weight = tl.where(some, share, 0.0), tl.where(some, weight, 1.0)
-    first, second = pair(req.seed, req.start, CLOSE, tl.arange(0, 1) + LANE, 0)
-    chunk = invert(tl.where(some, sums, masses), first)
-    return tl.sum(draw_in_chunk(batch, req, at, p_law, q_law, weight, share, chunk, second), 0)

@@ -90,6 +90,17 @@ def invert(sums, uniform):
 
 @triton.jit
 @no_type_check
+def invert_once(sums, uniform):
+    """The same for one number, and an index; 0 where there is no mass at all."""
+    LAST: tl.constexpr = sums.shape[0] - 1
+    running = tl.cumsum(sums, 0)
+    total = tl.sum(tl.gather(running, tl.full([1], LAST, tl.int32), 0), 0)
+    index = tl.sum((running <= uniform * total).to(tl.int32), 0)
+    return tl.where(index > LAST, 0, index)
+
+
+@triton.jit
+@no_type_check
 def slice_of(batch, req, row, law, chunk, uniform):
     """Twin: `draw.invert` inside each of `chunk` [T], as far as its slice: which one, and how much mass lies before
     the number inside it. The slices' sums are those of the scan."""
@@ -132,9 +143,8 @@ def tokens_of(lines):
 
 @triton.jit
 @no_type_check
-def draw_in_chunk(batch, req, row, p_law, q_law, weight, share, chunk, uniform):
-    """Twin: `draw.invert` inside each of `chunk` [T] of weights max(0, w·p − share·q)."""
-    begin = chunk * CHUNK
-    w = excess(batch, req, row, p_law, q_law, weight, share, begin[:, None] + tl.arange(0, CHUNK)[None, :])
-    x, _ = token_of(begin, w, uniform * tl.sum(w.to(tl.float64), 1))
-    return x
+def draw_in_chunk(batch, req, row, drafted, p_law, q_law, weight, share, chunk, uniform):
+    """Twin: `draw.invert` inside a chunk of weights max(0, w·p − share·q)."""
+    o = (chunk * CHUNK + tl.arange(0, CHUNK))[None, :]
+    w = excess(batch, req, row, drafted, p_law, q_law, weight, share, o)
+    return chunk * CHUNK + invert_once(tl.reshape(w, (CHUNK,)).to(tl.float64), uniform)

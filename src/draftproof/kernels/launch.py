@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.batch import Batch, Lists, Out, Sizes, Strides
-from draftproof.kernels.block import block_close, block_sums, block_walk
+from draftproof.kernels.block import PIECE, block_close, block_sums, block_walk
 from draftproof.kernels.call import Call
 from draftproof.kernels.coupled import coupled
 from draftproof.kernels.deep import settle_deep
@@ -15,8 +15,8 @@ from draftproof.kernels.scan import scan
 from draftproof.kernels.settle import settle
 from draftproof.kernels.sift import sift
 from draftproof.kernels.token import token
-from draftproof.kernels.traits import constant, traits_of
-from draftproof.kernels.workspace import NUMBERS, PARTS, PER_TILE, ROUNDS, Workspace, tiles
+from draftproof.kernels.traits import SHORT, constant, traits_of
+from draftproof.kernels.workspace import NUMBERS, PARTS, PER_TILE, ROUNDS, Workspace, chunks, tiles
 
 LARGE: Final = 32
 """Requests from which on a program of the scan may read several tiles: before that there are too few for the device."""
@@ -31,10 +31,17 @@ CROWDED: Final = 48
 """Registers of a thread of `settle` where there are many rows: five programs then share a processor."""
 
 DRESSED: Final = 80
-"""The same where edits or a mask are put into logits: that takes more."""
+"""The same where edits or a mask are put into logits: that takes more. At most as many in `block_sums`."""
+
+IN_TURN: Final = 2
+"""Pieces of float32 logits that a program of `block_sums` reads one behind the other in a large batch; of narrower ones
+as many bytes."""
+
+FILL: Final = 1024
+"""Programs of `block_sums` that find room on a device, about: in small batches nodes are summed side by side."""
 
 ROOM: Final = 128
-"""Registers of a thread of `token`, `block_sums`, `sift`: they then find room while the kernel before still runs."""
+"""Registers of a thread of `token`, `sift`: they then find room while the kernel before still runs."""
 
 
 KERNELS: Final = (scan, settle, sift, settle_deep, token, coupled, block_walk, block_sums, block_close)
@@ -103,10 +110,18 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
         return [*steps, _step(token, (B,), batch, (out,), 8, ROOM)]
     return [
         *steps,
-        _step(block_walk, (B,), batch, (out,), 8),
-        _step(block_sums, (T, B), batch, (out,), 4, ROOM),
-        _step(block_close, (B,), batch, (out,), 8),
+        _step(block_walk, (B,), batch, (out,), 4 if K < SHORT else 16),  # by the rows it looks at side by side
+        _step(block_sums, (*_shares(call), B), batch, (out,), 4, DRESSED),
+        _step(block_close, (B,), batch, (out,), 4),
     ]
+
+
+def _shares(call: Call) -> tuple[int, int]:
+    """Into how many parts rows are split, and how many of a request's nodes are summed side by side."""
+    pieces = -(-chunks(call.V) // PIECE.value)
+    in_turn = max(1, min(call.B // LARGE, IN_TURN * 4 // call.target_logits.element_size()))
+    parts = -(-pieces // in_turn)
+    return parts, max(1, min(call.K, FILL // (parts * call.B)))
 
 
 def _step(

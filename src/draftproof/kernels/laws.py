@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from draftproof.kernels.exponent import power, slope_of
-from draftproof.kernels.layout import CENTRE, CUTOFF, GAIN, NO_DRAFT_LAW, NO_SUCH_TOKEN
+from draftproof.kernels.layout import CENTRE, CUTOFF, GAIN, NO_DRAFT_LAW, NO_SUCH_TOKEN, NO_TARGET_LAW, SLOPE
 from draftproof.kernels.numbers import line_of, pick
-from draftproof.kernels.rows import entry_of, take_draft, take_target
+from draftproof.kernels.rows import entry_of, take_draft, take_draft_before, take_target
 
 
 class Numbers(NamedTuple):
@@ -82,21 +82,26 @@ def warm(temperature):
 
 @triton.jit
 @no_type_check
-def write_centres(line, there, laws):
-    """Write down centre and gain of rows whose numbers stand at `line` [S], for programs that all need them."""
-    tl.store(line + CENTRE, laws.centre.to(tl.float64), mask=there)
-    tl.store(line + GAIN, laws.gain.to(tl.float64), mask=there)
+def write_numbers(line, there, law):
+    """Write down the numbers of rows that stand at `line` [S], for programs that all need them; cutoffs are there."""
+    tl.store(line + SLOPE, law.slope.to(tl.float64), mask=there)
+    both = tl.join(law.centre, law.gain).to(tl.float64)  # they stand side by side, and go from thread to thread once
+    tl.store((line + CENTRE)[:, None] + tl.arange(0, 2)[None, :], both, mask=there[:, None])
 
 
 @triton.jit
 @no_type_check
-def written_numbers(line, temperature):
-    """Of a row whose centre and gain are written down."""
+def written_numbers(line, there, CUT: tl.constexpr):
+    """Of rows whose numbers are written down. CUT: whether they may have cutoffs."""
+    centre = tl.load(line + CENTRE, mask=there, other=0.0).to(tl.float32)
+    cutoff = tl.full(centre.shape, float("-inf"), tl.float32)
+    if CUT:
+        cutoff = tl.load(line + CUTOFF, mask=there, other=0.0).to(tl.float32)
     return Numbers(
-        slope=slope_of(1.0 / temperature),
-        centre=tl.load(line + CENTRE).to(tl.float32),
-        gain=tl.load(line + GAIN).to(tl.float32),
-        cutoff=tl.load(line + CUTOFF).to(tl.float32),
+        slope=tl.load(line + SLOPE, mask=there, other=1.0).to(tl.float32),
+        centre=centre,
+        gain=tl.load(line + GAIN, mask=there, other=0.0).to(tl.float32),
+        cutoff=cutoff,
     )
 
 
@@ -109,10 +114,10 @@ def probs_of(x, law):
 
 @triton.jit
 @no_type_check
-def log_probs(x, scale, laws):
+def log_probs(x, scale, rows):
     """Twin: `Law.log_probs`. float64, −inf below the cutoff, of one logit x [S] in each row."""
     x = x.to(tl.float64)
-    return tl.where(x < laws.cutoff, float("-inf"), scale * x - laws.lse)
+    return tl.where(x < rows.cutoff, float("-inf"), scale * x - (rows.base + tl.log(rows.mass)))
 
 
 class Drafted(NamedTuple):
@@ -146,21 +151,21 @@ def drafted_of(batch, req):
 
 @triton.jit
 @no_type_check
-def log_ratios(batch, req, drafted, p, q):
-    """Twin: `chain.log_ratios`, for a request that is not greedy. p and q: its rows' laws.
+def log_ratios(req, drafted, p, q, p_scale, q_scale):
+    """Twin: `chain.log_ratios`, for a request that is not greedy. p and q: its rows' numbers.
 
-    Returns the ratios, float64, NaN where a row is no law, and what is wrong with the draft, as bits.
+    Returns the ratios, float64, and what is wrong, as bits, both [KP]: where something is, a ratio may be anything.
     """
     known = drafted.known
-    fault = tl.max((drafted.there & ~known).to(tl.int32), 0) * NO_SUCH_TOKEN
-    ratio = log_probs(drafted.target, 1.0 / req.temperature, p)
-    ratio = tl.where(known, ratio, float("-inf"))
-    if batch.traits.DRAWN:
-        log_q = log_probs(drafted.draft, 1.0 / warm(req.draft_temperature), q)
-        log_q = tl.where(req.draft_temperature > 0, tl.where(known, log_q, 0.0), 0.0)
-        # an impossible draft token was not drawn from this law, and then nothing here would be exact
-        fault |= tl.max((~(log_q > float("-inf"))).to(tl.int32), 0) * NO_DRAFT_LAW
-        ratio = tl.where(ratio == float("-inf"), ratio, ratio - log_q)
+    fault = (drafted.there & ~known).to(tl.int32) * NO_SUCH_TOKEN
+    fault |= (p.mass != p.mass).to(tl.int32) * NO_TARGET_LAW
+    log_p = tl.where(known, log_probs(drafted.target, p_scale, p), float("-inf"))
+    log_q = log_probs(drafted.draft, q_scale, q)
+    weighed = known & (drafted.i < tl.where(req.draft_temperature > 0, req.length, 0))
+    # an impossible draft token was not drawn from this law, and then nothing here would be exact
+    drawable = log_q > float("-inf")
+    fault |= (weighed & ~drawable).to(tl.int32) * NO_DRAFT_LAW
+    ratio = tl.where(log_p == float("-inf"), log_p, log_p - tl.where(weighed & drawable, log_q, 0.0))
     return tl.where(drafted.there, ratio, 0.0), fault
 
 
@@ -185,25 +190,29 @@ def target_probs(batch, req, row, law, o):
 
 @triton.jit
 @no_type_check
-def draft_probs(batch, req, row, law, o):
-    """Twin: `chain.draft_probs`. q of tokens `o` at one draft row, float32; a point mass where it was chosen."""
-    q = (o == tl.load(batch.drafted + req.b * req.K + row)).to(tl.float32)
-    if batch.traits.DRAWN:  # noqa: SIM102  (one is known when compiling, the other is not)
-        if req.draft_temperature > 0:
-            entry = entry_of(batch, o)
-            if batch.traits.MAPPED:  # neighbours need not lie in one chunk of the draft's vocabulary: a line each
-                entry = tl.reshape(entry, (o.shape[0] * o.shape[1], 1))
-            x = take_draft(batch, req, row + tl.zeros([entry.shape[0]], tl.int32), entry)
-            if batch.traits.MAPPED:
-                x = tl.reshape(x, (o.shape[0], o.shape[1]))
-            q = probs_of(x, law)
-    return q
+def excess(batch, req, row, drafted, p_law, q_law, weight, share, o):
+    """Twin: `chain.excess`. max(0, w·p − share·q) of tokens `o` [S, W], float32; share is 1, or 0 where no q is.
+
+    Both rows are asked for before one is worked on. `drafted` stands there: a point mass, where it was chosen.
+    """
+    x = take_target(batch, req, row + tl.zeros([o.shape[0]], tl.int32), o)
+    q = (o == drafted).to(tl.float32)
+    if batch.traits.DRAWN:
+        end = tl.where((share > 0) & (req.draft_temperature > 0), batch.sizes.R, 0)
+        y = _draft_logits(batch, req, tl.minimum(row, req.K - 1), o, end)  # behind the whole draft there is none
+        always = req.K >= 0  # the compiler cannot know, and would put off one load until the other is worked on
+        x, y = tl.where(always, x, y), tl.where(always, y, x)
+        q = tl.where(req.draft_temperature > 0, probs_of(y, q_law), q)
+    p = probs_of(x, p_law) * weight.to(tl.float32)
+    return tl.maximum(tl.where(share > 0, p - q, p), 0.0)
 
 
 @triton.jit
 @no_type_check
-def excess(batch, req, row, p_law, q_law, weight, share, o):
-    """Twin: `chain.excess`. max(0, w·p − share·q) of tokens `o` [S, W], float32; share is 1, or 0 where no q is."""
-    p = target_probs(batch, req, row, p_law, o) * weight.to(tl.float32)
-    q = draft_probs(batch, req, tl.minimum(row, req.K - 1), q_law, o)
-    return tl.maximum(tl.where(share > 0, p - q, p), 0.0)
+def _draft_logits(batch, req, row, o, end):
+    """Of tokens `o` [S, W] at one draft row, whose entries before `end` are looked at."""
+    entry = entry_of(batch, o)
+    if batch.traits.MAPPED:  # neighbours need not lie in one chunk of the draft's vocabulary: a line each
+        entry = tl.reshape(entry, (o.shape[0] * o.shape[1], 1))
+    y = take_draft_before(batch, req, row + tl.zeros([entry.shape[0]], tl.int32), entry, end)
+    return tl.reshape(y, (o.shape[0], o.shape[1]))

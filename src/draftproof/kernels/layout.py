@@ -47,8 +47,8 @@ CUTOFF = tl.constexpr(0)  # of a greedy row: the token it stands for
 BASE = tl.constexpr(1)  # lse = BASE + log MASS
 MASS = tl.constexpr(2)  # NaN: the row is no law
 WEIGHT = tl.constexpr(3)  # target rows under `block`: log w
-CANDIDATE = tl.constexpr(4)  # target rows under `block`: 1 where the round may stop here
-CENTRE = tl.constexpr(5)  # under `block`: the two numbers of `law.powers`
+SLOPE = tl.constexpr(4)  # under `block`: what p is made of (`draftproof.kernels.laws.Numbers`)
+CENTRE = tl.constexpr(5)
 GAIN = tl.constexpr(6)
 
 # The same places while a row is in the queue: what `settle` knows of it

@@ -63,17 +63,6 @@ def target_settled(batch, req, known):
 
 @triton.jit
 @no_type_check
-def draft_settled(batch, req, known):
-    """The same of its draft rows."""
-    i = tl.arange(0, batch.traits.KP)
-    settled = draft_numbers(batch, req, known, 1.0 / req.draft_temperature)
-    if batch.traits.READ_DRAFT and not batch.traits.FILTERED:
-        write_settled(line_of(batch, req, req.J + i), (i < req.length) & wanted(req, req.J + i), settled)
-    return settled
-
-
-@triton.jit
-@no_type_check
 def target_numbers(batch, req, known, scale):
     """Numbers of a request's target rows [KP], for a program that alone needs them: nothing is written."""
     i = tl.arange(0, batch.traits.KP)
