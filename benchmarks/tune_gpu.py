@@ -21,7 +21,6 @@ import triton.language as tl
 from draftproof.kernels import Workspace
 from draftproof.kernels.call import Call
 from draftproof.kernels.launch import Step, plan
-from draftproof.kernels.workspace import tiles
 from gpu_cases import SETTINGS, K, V
 from gpu_compile import PROCESSES, compile_part, side_by_side
 from gpu_inputs import Inputs, drawn
@@ -44,19 +43,19 @@ class Variant(NamedTuple):
 
 
 SCANS = [
-    Variant("scan", (step, tiles), warps, registers)
-    for step, tiles, warps, registers in (
-        (8, 1, 4, None), (8, 1, 4, 56), (8, 1, 4, 48), (8, 1, 8, None), (8, 2, 4, None), (4, 1, 2, None),
-        (4, 2, 2, None), (2, 1, 1, None), (2, 2, 1, None), (2, 2, 1, 64),
+    Variant("scan", (step, early), warps, registers)
+    for step, early, warps, registers in (
+        (8, 0, 4, None), (8, 0, 4, 64), (8, 0, 4, 48), (8, 1, 4, None), (8, 1, 4, 64), (4, 0, 2, None), (2, 0, 1, None),
+        (2, 0, 1, 64),
     )
 ]  # fmt: skip
 SETTLES = [
     Variant("settle", (lines,), warps, registers)
-    for lines, warps, registers in ((32, 8, 80), (32, 8, None), (64, 8, None), (32, 4, None), (32, 16, None))
+    for lines, warps, registers in ((32, 8, 48), (32, 8, 64), (32, 8, 80), (32, 8, None), (32, 4, None), (32, 16, None))
 ]
 SIFTS = [Variant("sift", (), warps, registers) for warps, registers in ((8, 128), (8, None), (16, None), (4, None))]
 TOKENS = [Variant("token", (), warps, registers) for warps, registers in ((8, 128), (8, None), (4, None), (16, None))]
-BLOCKS = [Variant("block_sums", (), warps, registers) for warps, registers in ((4, 128), (4, 80), (8, 80))]
+BLOCKS = [Variant("block_sums", (), warps, registers) for warps, registers in ((4, 80), (4, 64), (4, 128), (8, 80))]
 
 
 class Group(NamedTuple):
@@ -85,12 +84,10 @@ def changed(step: Step, variant: Variant) -> Step:
     """The launch in the variant's shape."""
     if step.kernel.__name__ != variant.kernel:
         return step
-    grid, others = step.grid, step.arguments[1:]
+    batch, *others = step.arguments
     if variant.sizes:
-        others = tuple(tl.constexpr(size) for size in variant.sizes)
-    if variant.kernel == "scan":
-        grid = (-(-tiles(V) // variant.sizes[1]), *step.grid[1:])
-    return Step(step.kernel, grid, (step.arguments[0], *others), variant.warps, variant.registers)
+        others = [tl.constexpr(size) for size in variant.sizes]
+    return Step(step.kernel, step.grid, (batch, *others), variant.warps, variant.registers)
 
 
 def steps_of(group: Group, given: Inputs, workspace: Workspace, variant: Variant | None) -> list[Step]:
@@ -109,11 +106,11 @@ def steps_of(group: Group, given: Inputs, workspace: Workspace, variant: Variant
 
 
 def all_plans(groups: list[Group]) -> Iterator[list[Step]]:
-    """The launches of every variant, for a small and for a large batch, to be compiled."""
+    """The launches of every variant, for batches that are launched in different ways, to be compiled."""
     one = torch.ones(1, dtype=torch.long, device="cuda")
     for group in groups:
         x = torch.zeros(1, K + 1, V, dtype=getattr(torch, group.dtype), device="cuda")
-        for B in (1, 64):
+        for B in (1, 64, 256):
             given = Inputs(x.expand(B, -1, -1), x[:, :K].expand(B, -1, -1), one.expand(B, K).contiguous(),
                            *(one.repeat(B) for _ in range(3)))  # fmt: skip
             workspace = Workspace.empty(B, K, V, "cuda")
@@ -130,6 +127,7 @@ def measured(groups: list[Group], seconds: float) -> Iterator[dict[str, Any]]:
             each = cold_sets(given, B)
             workspace = Workspace.empty(B, K, V, "cuda")
             for group in (g for g in groups if (g.dtype, g.flat) == (dtype, flat) and B in g.batches):
+                timed([steps_of(group, one, workspace, None) for one in each])  # the first of all is slower
                 for variant in (None, *group.variants):
                     if time.time() - start > seconds:
                         return

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -72,6 +72,23 @@ def median_of_replays(run: Callable[[], None], calls: int, replays: int = 30) ->
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in pairwise(marks)]
     return statistics.median(times) * 1e3 / calls
+
+
+@triton.jit
+@no_type_check
+def nothing(x):
+    pass
+
+
+def launch_alone(repeats: int = 200) -> float:
+    """What a launch that does nothing takes in a graph."""
+    x = torch.zeros(1, device="cuda")
+
+    def run() -> None:
+        for _ in range(repeats):
+            nothing[(1,)](x)
+
+    return round(median_of_replays(run, repeats), 2)
 
 
 def eager_median(run: Callable[[], Any], repeats: int = 40) -> float:
@@ -175,11 +192,11 @@ def bench(cases: list[Case], batches: list[int], *, stages: bool) -> Iterator[di
 
 
 def plans_of(cases: list[Case]) -> Iterator[list[Step]]:
-    """The launches of every case, for a small and for a large batch, to be compiled."""
+    """The launches of every case, for batches that are launched in different ways, to be compiled."""
     one = torch.ones(1, dtype=torch.long, device="cuda")
     for case in cases:
         x = torch.zeros(1, K + 1, V, dtype=getattr(torch, case.dtype), device="cuda")
-        for B in (1, 64):
+        for B in (1, 64, 256):
             given = Inputs(x.expand(B, -1, -1), x[:, :K].expand(B, -1, -1), one.expand(B, K).contiguous(),
                            *(one.repeat(B) for _ in range(3)))  # fmt: skip
             samplings, drafts = sampling_of(case, B)
@@ -215,6 +232,7 @@ def main() -> None:
         "K": K,
         "V": V,
         "unit": "microseconds a call; stages are differences between prefixes of the launches",
+        "launch": launch_alone(),
         "lines": [],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ def test_numbers_of_a_deep_nucleus_do_not_depend_on_how_many_programs_there_are(
     logits = torch.randn(2, 1, V, generator=torch.Generator().manual_seed(5)).to(device)
     sampling = S(temperature=0.8, top_p=0.9)
     each_by_itself = settled(logits, sampling)
-    monkeypatch.setattr(launch, "DEEP", 2)
+    monkeypatch.setattr(launch, "PROCESSORS", 2)
     assert torch.equal(settled(logits, sampling).numbers, each_by_itself.numbers)
 
 

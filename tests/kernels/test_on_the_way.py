@@ -101,6 +101,20 @@ def test_any_strides_and_ragged_rows_give_the_same(device):
     assert got.tokens.tolist() == want
 
 
+@pytest.mark.parametrize("K", [0, 2])
+def test_rows_that_stand_elsewhere_in_the_batch_are_found(K, device):
+    """Of a small batch, the scan asks for first rows where it takes them to stand."""
+    given = make([S(temperature=0.8), S(temperature=0.0), S(min_p=0.1)], K=K, V=600, device=device)
+    want = reference(given, "token").tokens.tolist()
+    turn = torch.tensor([2, 0, 1])
+    rows = parameters(given)
+    rows["target_rows"].copy_(turn)
+    rows["draft_rows"].copy_(turn)
+    target, draft = torch.empty_like(given.target), torch.empty_like(given.draft)
+    target[turn], draft[turn] = given.target, given.draft
+    assert verify_rows(target, given.tokens, draft, parameters=rows, rule="token").tokens.tolist() == want
+
+
 def test_a_row_does_not_depend_on_its_neighbours(device):
     batch = [S(temperature=0.8), S(temperature=0.5), S(min_p=0.1)]
     given = make(batch * 3, drafts=[S()] * 9, V=600, K=1, device=device)

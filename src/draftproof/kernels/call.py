@@ -14,7 +14,7 @@ RULES: Final = ("token", "block", "coupled")
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 MOST_TOKENS: Final = 262144
 MOST_DRAFTED: Final = 32
-MOST_REQUESTS: Final = 65535  # of a CUDA grid's third axis
+MOST_REQUESTS: Final = 65535  # of a CUDA grid's second and third axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,10 @@ class Call:
     @property
     def R(self) -> int:  # noqa: N802
         return self.V if self.draft_logits is None else self.draft_logits.shape[-1]
+
+    @property
+    def ragged(self) -> bool:
+        return self.target_logits.ndim == 2
 
     @property
     def weighs_draft(self) -> bool:

@@ -16,7 +16,7 @@ from draftproof.kernels.rows import take_draft_before, take_target
 TRIALS = tl.constexpr(_TRIALS)
 FEW_CHUNKS = tl.constexpr(2)  # that a single program reads at a time: it is done so rarely that it must not take room
 ANY_TOKEN = tl.constexpr(2**24)  # more than there are: a trial and its token are one number, and found together
-AT_ONCE = tl.constexpr(8)  # trials side by side, one a warp: which one stands does not depend on it
+AT_ONCE = tl.constexpr(16)  # trials side by side, two a warp: which one stands does not depend on it
 
 
 class Trials(NamedTuple):

@@ -19,19 +19,17 @@ from draftproof.kernels.traits import SHORT, constant, traits_of
 from draftproof.kernels.workspace import NUMBERS, PARTS, PER_TILE, ROUNDS, Workspace, chunks, tiles
 
 LARGE: Final = 32
-"""Requests from which on a program of the scan may read several tiles: before that there are too few for the device."""
+"""Requests from which on a device has enough to read, however long each of them waits."""
 
-DEEP: Final = 132
-"""Programs that share the rows whose cutoff lies deep: as many as an H200 has processors."""
+PROCESSORS: Final = 132
+"""Of an H200. As many programs share the rows whose cutoff lies deep; and as long as there are no more, each has one to
+itself, and all its registers."""
 
 LINES: Final = 32
 """Slices that a search for a cutoff asks for at a time."""
 
-CROWDED: Final = 48
-"""Registers of a thread of `settle` where there are many rows: five programs then share a processor."""
-
-DRESSED: Final = 80
-"""The same where edits or a mask are put into logits: that takes more. At most as many in `block_sums`."""
+CROWDED: Final = 80
+"""Registers of a thread of `settle` where several programs share a processor. At most as many in `block_sums`."""
 
 IN_TURN: Final = 2
 """Pieces of float32 logits that a program of `block_sums` reads one behind the other in a large batch; of narrower ones
@@ -41,7 +39,7 @@ FILL: Final = 1024
 """Programs of `block_sums` that find room on a device, about: in small batches nodes are summed side by side."""
 
 ROOM: Final = 128
-"""Registers of a thread of `token`, `sift`: they then find room while the kernel before still runs."""
+"""The same of `token` and `sift`: two programs then share one."""
 
 
 KERNELS: Final = (scan, settle, sift, settle_deep, token, coupled, block_walk, block_sums, block_close)
@@ -90,30 +88,46 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
     """The launches of a call, in order."""
     batch = _batch(call, workspace, overlap)
     out = Out(workspace.tokens, workspace.accepted, workspace.faults)
-    B, K, T = call.B, call.K, tiles(call.V)
+    B, K = call.B, call.K
     rows = K + 1 + (K if call.weighs_draft and call.draft_lse is None else 0)
-    # logits of two bytes come in faster than few warps can add them up: each then works on its own, and waits for none
-    many = B >= LARGE and call.target_logits.element_size() < 4
-    step, at_once, warps = (2, 2, 1) if many else (PER_TILE, 1, 4)
-    steps = [_step(scan, (-(-T // at_once), rows, B), batch, (constant(step), constant(at_once)), warps)]
+    shape = _scan_shape(call)
+    steps = [_step(scan, (tiles(call.V), rows, B), batch, shape.constants, shape.warps, shape.registers)]
     if call.parameters.filtered:
-        plain = call.edits is None and call.allowed is None
-        limit = None if B * rows <= DEEP else CROWDED if plain else DRESSED
-        steps.append(_step(settle, (rows, B), batch, (constant(LINES),), 8, limit))
+        crowded = B * rows > PROCESSORS
+        steps.append(_step(settle, (rows, B), batch, (constant(LINES),), 8, CROWDED if crowded else None))
         if call.parameters.nucleus:
-            programs = min(rows * B * PARTS, 2 * DEEP)
-            steps += [_step(sift, (programs,), batch, (constant(n),), 8, ROOM) for n in range(ROUNDS + 2)]
-        steps.append(_step(settle_deep, (min(rows * B, DEEP),), batch, (constant(LINES),), 16))
+            programs, limit = min(rows * B * PARTS, 2 * PROCESSORS), ROOM if crowded else None
+            steps += [_step(sift, (programs,), batch, (constant(n),), 8, limit) for n in range(ROUNDS + 2)]
+        steps.append(_step(settle_deep, (min(rows * B, PROCESSORS),), batch, (constant(LINES),), 16))
     if call.rule == "coupled":
         return [*steps, _step(coupled, (B,), batch, (out,), 8)]
     if call.rule == "token" or not call.weighs_draft:  # without a law of the draft the two rules are one
-        return [*steps, _step(token, (B,), batch, (out,), 8, ROOM)]
+        return [*steps, _step(token, (B,), batch, (out,), 8, ROOM if B > PROCESSORS else None)]
     return [
         *steps,
         _step(block_walk, (B,), batch, (out,), 4 if K < SHORT else 16),  # by the rows it looks at side by side
-        _step(block_sums, (*_shares(call), B), batch, (out,), 4, DRESSED),
+        _step(block_sums, (*_shares(call), B), batch, (out,), 4, CROWDED),
         _step(block_close, (B,), batch, (out,), 4),
     ]
+
+
+class Shape(NamedTuple):
+    """How a scan is launched."""
+
+    constants: tuple[Any, ...]
+    warps: int
+    registers: int | None
+
+
+def _scan_shape(call: Call) -> Shape:
+    """Chosen by `benchmarks/tune_gpu.py`. Edits and a mask take more registers: how many, the compiler says."""
+    large, narrow = call.B >= LARGE, call.target_logits.element_size() < 4
+    plain = call.edits is None and call.allowed is None
+    if large and narrow:
+        # logits of two bytes come in faster than few warps can add them up: each then works on its own, waits for none
+        return Shape((constant(2), constant(0)), 1, 64 if plain else None)
+    early = not (large or narrow or call.ragged)
+    return Shape((constant(PER_TILE), constant(int(early))), 4, (64 if early else 48) if plain else None)
 
 
 def _shares(call: Call) -> tuple[int, int]:

@@ -46,6 +46,17 @@ def law_slices(batch, req, row, begin, there):
 
 @triton.jit
 @no_type_check
+def batch_slices(batch, b, row, begin, there):
+    """The same of the b-th request's target row, where the b-th stands b-th, as nearly always."""
+    at = batch.target + b * batch.strides.target + row.to(tl.int64) * batch.strides.target_row
+    x = whole_slices(at, begin, tl.where(there, batch.sizes.V, 0), batch.traits.SEGMENT)
+    if not batch.traits.ALIKE:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+@no_type_check
 def law_parts(batch, req, row, begin):
     """The same slices as float32, edits and mask put in, part by part [WARP, S]: each warp has whole slices then, and a
     thread the same place in each part. Where edits or a mask may be, a part is a slice."""

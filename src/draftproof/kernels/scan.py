@@ -8,58 +8,88 @@ from triton.language.extra import cuda
 
 from draftproof.kernels.exponent import near_exp2, power, slope_of
 from draftproof.kernels.layout import PER_CHUNK, PER_TILE, QUEUED, SLICE
-from draftproof.kernels.request import law_row, request, wanted
-from draftproof.kernels.rows import dressed, law_slices, segment_tokens
+from draftproof.kernels.request import law_row, request, wanted, whole
+from draftproof.kernels.rows import batch_slices, dressed, law_slices, segment_tokens
 
 NO_TOKEN = tl.constexpr(2**30)
 
 
 @triton.jit
 @no_type_check
-def scan(batch, STEP: tl.constexpr, TILES: tl.constexpr):
-    """Twin: `draw.chunk_sums` of `law.log_sum_exp`, and the argmax of `filters.settle`. Grid: (parts, J + K, B).
+def scan(batch, STEP: tl.constexpr, EARLY: tl.constexpr):
+    """Twin: `draw.chunk_sums` of `law.log_sum_exp`, and the argmax of `filters.settle`. Grid: (tiles, J + K, B).
 
     Writes for each slice, chunk and tile its largest logit m and Σ exp(scale · (x − m)); for a greedy row, by tile
     only, the first token that has m instead (-1: NaN is among them). Borders and the order of the additions are
     fixed: what a row gives does not depend on the batch around it, nor on STEP, the chunks that are read at a time,
-    nor on TILES, how many tiles a program reads one after the other.
+    nor on EARLY, whether a program asks for logits before it knows its request.
     """
     if batch.traits.OVERLAP:
         cuda.gdc_launch_dependents()
-    row = tl.program_id(1)
-    if (tl.program_id(0) == 0) & (row == 0) & (tl.program_id(2) == 0):
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         tl.store(batch.work + QUEUED, 0.0)  # rows are put into it when all of this is done
-    req = request(batch, tl.program_id(2).to(tl.int64))
-    if wanted(req, row):
-        _scan_row(batch, req, row, tl.where(row < req.J, req.temperature, req.draft_temperature), STEP, TILES)
+    lines = _lines(tl.program_id(0) * (PER_TILE // STEP), STEP)
+    if EARLY:
+        _scan_early(batch, lines, STEP)
+    else:
+        req, row = request(batch, tl.program_id(2).to(tl.int64)), tl.program_id(1)
+        if wanted(req, row):
+            _scan_tile(batch, req, row, law_slices(batch, req, row, lines, row >= 0), STEP)
 
 
 @triton.jit
 @no_type_check
-def _scan_row(batch, req, row, t, STEP: tl.constexpr, TILES: tl.constexpr):
-    """TILES tiles of a row, step by step; the next step's logits are on their way while one's are worked on."""
-    STEPS: tl.constexpr = TILES * PER_TILE // STEP
+def _scan_early(batch, lines, STEP: tl.constexpr):
+    """While the first programs wait for their request, memory would have nothing to do. Every request needs its first
+    row: its logits are asked for at once. To read others in vain would take longer than to wait, but for a single
+    request."""
+    b, row = _first_rows_first()
+    asked = row < tl.where(tl.num_programs(2) == 1, whole(batch.sizes.K) + 1, 1)
+    x = batch_slices(batch, b, row, lines, asked)
+    req = request(batch, b)
+    if wanted(req, row):
+        if (not asked) | (req.target_row != b):
+            x = law_slices(batch, req, row, lines, row >= 0)
+        _scan_tile(batch, req, row, x, STEP)
+
+
+@triton.jit
+@no_type_check
+def _first_rows_first():
+    """A program's request and row: all requests' first rows, then request by request."""
+    rows, B = tl.num_programs(1), tl.num_programs(2)
+    n = tl.program_id(2) * rows + tl.program_id(1) - B
+    others = tl.maximum(rows - 1, 1)
+    return tl.where(n < 0, n + B, n // others).to(tl.int64), tl.where(n < 0, 0, n % others + 1)
+
+
+@triton.jit
+@no_type_check
+def _scan_tile(batch, req, row, x, STEP: tl.constexpr):
+    """A tile of a row, step by step; x are the first step's logits, and the next step's are on their way while one's
+    are worked on."""
+    STEPS: tl.constexpr = PER_TILE // STEP
     line = law_row(req, row)
+    t = tl.where(row < req.J, req.temperature, req.draft_temperature)
     slope = slope_of(1.0 / t)
-    begin = tl.program_id(0) * STEPS
+    tile = tl.program_id(0)
     sliced = row < req.J
     if batch.traits.FILTERED:
         sliced = row >= 0
-    x = law_slices(batch, req, row, _lines(begin, STEP), begin >= 0)
-    m = tl.full([PER_TILE // STEP, STEP], float("-inf"), tl.float32)
-    s = tl.zeros([PER_TILE // STEP, STEP], tl.float32)
+    m = tl.full([STEPS, STEP], float("-inf"), tl.float32)
+    s = tl.zeros([STEPS, STEP], tl.float32)
     for n in range(0, STEPS):
-        ahead = law_slices(batch, req, row, _lines(begin + n + 1, STEP), n + 1 < STEPS)
-        y = dressed(batch, req, row, _lines(begin + n, STEP), x)
+        step = tile * STEPS + n
+        ahead = law_slices(batch, req, row, _lines(step + 1, STEP), n + 1 < STEPS)
+        y = dressed(batch, req, row, _lines(step, STEP), x)
         if t > 0:
-            top, mass = _sums(batch, req, line, begin + n, y, slope, sliced, STEP)
+            top, mass = _sums(batch, req, line, step, y, slope, sliced, STEP)
         else:
-            top, mass = _first(begin + n, y, STEP)
-        here = (tl.arange(0, PER_TILE // STEP) == (begin + n) % (PER_TILE // STEP))[:, None]
+            top, mass = _first(step, y, STEP)
+        here = (tl.arange(0, STEPS) == n)[:, None]
         m, s = tl.where(here, top[None, :], m), tl.where(here, mass[None, :], s)
-        if (begin + n + 1) % (PER_TILE // STEP) == 0:
-            _write_tile(batch, req, line, (begin + n) * STEP // PER_TILE, m, s, slope, t > 0)
         x = ahead
+    _write_tile(batch, req, line, tile, m, s, slope, t > 0)
 
 
 @triton.jit

@@ -38,9 +38,10 @@ def summary_of(batch, req, row):
     m = tl.load(slices, mask=n < count, other=float("-inf"))
     s = tl.load(slices + count, mask=n < count, other=0.0)
     largest = key(tl.where(s == s, m, float("inf")))
-    least = -key(tl.where(m > float("-inf"), m, float("inf")))
+    # ~, not −: of the largest of three numbers with signs turned, ptxas 12.8 forgets one sign (sm_90)
+    least = ~key(tl.where(m > float("-inf"), m, float("inf")))
     largest, least = tl.split(tl.max(tl.join(largest, least), 0))
-    return Summary(m=m, s=s, peak=value(largest), least=value(-least))
+    return Summary(m=m, s=s, peak=value(largest), least=value(~least))
 
 
 @triton.jit
