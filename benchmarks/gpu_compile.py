@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 import triton
 
-from draftproof.kernels import launch as launching
-from draftproof.kernels.launch import Step, options_of
+from draftproof.kernels import steps as launching
+from draftproof.kernels.steps import Step, compile_step
 
 PROCESSES = min(14, os.cpu_count() or 1)
 
@@ -35,7 +35,7 @@ def compile_part(plans: Iterable[list[Step]], part: int, parts: int) -> None:
     different = {_name(step, n > 0): (step, n > 0) for steps in plans for n, step in enumerate(steps)}
     for name in sorted(different, key=_slowest_first)[part::parts]:
         step, overlap = different[name]
-        step.kernel.warmup(*step.arguments, grid=step.grid, launch_pdl=overlap, **options_of(step))
+        compile_step(step, overlap=overlap)
 
 
 SLOW = ("token", "settle_deep", "settle", "coupled", "block_walk")
@@ -53,7 +53,7 @@ def _name(step: Step, overlap: bool) -> str:
     known = [getattr(value, "value", value) for value in (*batch.traits, *others)]
     divided = [size % 16 == 0 for size in (batch.sizes.V, batch.sizes.R, *batch.strides)]
     plain = [value for value in known if not isinstance(value, tuple)]
-    return f"{step.kernel.__name__} {plain} {kinds} {divided} {options_of(step)} {overlap}"
+    return f"{step.kernel.__name__} {plain} {kinds} {divided} {step.warps} {step.registers} {overlap}"
 
 
 @contextmanager

@@ -20,7 +20,8 @@ import triton.language as tl
 
 from draftproof.kernels import Workspace
 from draftproof.kernels.call import Call
-from draftproof.kernels.launch import Step, plan
+from draftproof.kernels.launch import plan
+from draftproof.kernels.steps import Step
 from gpu_cases import SETTINGS, K, V
 from gpu_compile import PROCESSES, compile_part, side_by_side
 from gpu_inputs import Inputs, drawn
@@ -45,8 +46,8 @@ class Variant(NamedTuple):
 SCANS = [
     Variant("scan", (step, early), warps, registers)
     for step, early, warps, registers in (
-        (8, 0, 4, None), (8, 0, 4, 64), (8, 0, 4, 48), (8, 1, 4, None), (8, 1, 4, 64), (4, 0, 2, None), (2, 0, 1, None),
-        (2, 0, 1, 64),
+        (8, 0, 4, None), (8, 0, 4, 56), (8, 0, 4, 48), (8, 1, 4, None), (8, 1, 4, 64), (8, 1, 4, 56), (4, 0, 2, None),
+        (2, 0, 1, None), (2, 0, 1, 64),
     )
 ]  # fmt: skip
 SETTLES = [
@@ -87,7 +88,10 @@ def changed(step: Step, variant: Variant) -> Step:
     batch, *others = step.arguments
     if variant.sizes:
         others = [tl.constexpr(size) for size in variant.sizes]
-    return Step(step.kernel, step.grid, (batch, *others), variant.warps, variant.registers)
+    grid = step.grid
+    if variant.kernel == "scan" and variant.sizes[1] != step.arguments[2].value:
+        grid = grid[0], grid[2], grid[1]  # an early scan has rows and requests the other way round
+    return step._replace(grid=grid, arguments=(batch, *others), warps=variant.warps, registers=variant.registers)
 
 
 def steps_of(group: Group, given: Inputs, workspace: Workspace, variant: Variant | None) -> list[Step]:

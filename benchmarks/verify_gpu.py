@@ -26,7 +26,8 @@ import triton
 import draftproof as dp
 from draftproof.kernels import Parameters, Workspace, verify_rows
 from draftproof.kernels.call import Call
-from draftproof.kernels.launch import Step, plan, run
+from draftproof.kernels.launch import plan
+from draftproof.kernels.steps import Step, run
 from gpu_cases import BARS, BATCHES, CASES, COLD, MIXED, PEERS, SETTINGS, WARM, Case, K, V
 from gpu_compile import PROCESSES, compile_part, side_by_side
 from gpu_inputs import Inputs, drawn, inputs

@@ -9,7 +9,8 @@ from triton.backends.compiler import GPUTarget
 import draftproof as dp
 from draftproof.kernels import Parameters, Workspace
 from draftproof.kernels.call import Call
-from draftproof.kernels.launch import options_of, plan
+from draftproof.kernels.launch import plan
+from draftproof.kernels.steps import compile_step
 
 B, K = 2, 4
 
@@ -50,7 +51,7 @@ def main(capability: int, V: int) -> None:
         for step in plan(each, Workspace.empty(B, K, V, "cpu"), overlap=capability >= 90):
             if number == 1 and step.kernel.__name__ in seen:
                 continue
-            step.kernel.warmup(*step.arguments, grid=step.grid, **options_of(step))
+            compile_step(step, overlap=False)
             seen.add(step.kernel.__name__)
             print(step.kernel.__name__)
 

@@ -10,7 +10,7 @@ import draftproof as dp
 from draftproof.kernels import Parameters, Workspace
 from draftproof.kernels.call import Call
 from draftproof.kernels.drawing import plan_draw
-from draftproof.kernels.launch import options_of
+from draftproof.kernels.steps import compile_step
 
 
 def main(capability: int, V: int) -> None:
@@ -23,7 +23,7 @@ def main(capability: int, V: int) -> None:
             workspace = Workspace.empty(B, 0, V, "cpu", filtered=rows.filtered)
             call = Call(logits, tokens, None, rows, rule)
             for step in plan_draw(call, workspace, 1, overlap=capability >= 90):
-                step.kernel.warmup(*step.arguments, grid=step.grid, **options_of(step))
+                compile_step(step, overlap=False)
                 print(step.kernel.__name__)
 
 

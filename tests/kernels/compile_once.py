@@ -7,7 +7,8 @@ from compile_all import B, NoDevice
 import draftproof as dp
 from draftproof.kernels import Parameters, Workspace
 from draftproof.kernels.call import Call
-from draftproof.kernels.launch import options_of, plan
+from draftproof.kernels.launch import plan
+from draftproof.kernels.steps import compile_step
 
 V = 4096
 
@@ -25,11 +26,11 @@ def main() -> None:
     for K in (1, 4, 7):
         for each in (call("block", K, dp.Sampling()), call("coupled", K, dp.Sampling())):
             for step in plan(each, Workspace.empty(B, K, V, "cpu"), overlap=True):
-                step.kernel.warmup(*step.arguments, grid=step.grid, **options_of(step))
+                compile_step(step, overlap=False)
     filtered = call("token", 0, dp.Sampling(top_k=50)), call("block", 15, dp.Sampling(min_p=0.1))
     for each in filtered:
         for step in plan(each, Workspace.empty(B, each.K, V, "cpu"), overlap=True)[:2]:
-            step.kernel.warmup(*step.arguments, grid=step.grid, **options_of(step))
+            compile_step(step, overlap=False)
 
 
 if __name__ == "__main__":

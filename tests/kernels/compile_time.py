@@ -11,7 +11,8 @@ from compile_once import call
 
 import draftproof as dp
 from draftproof.kernels import Workspace
-from draftproof.kernels.launch import options_of, plan
+from draftproof.kernels.launch import plan
+from draftproof.kernels.steps import compile_step
 
 V = 128256
 WARM = dp.Sampling(temperature=0.8, top_k=50, top_p=0.9)
@@ -22,7 +23,7 @@ def main() -> None:
     for rule, K in (("token", 4), ("token", 6), ("block", 4)):
         start = time.perf_counter()
         for step in plan(call(rule, K, WARM, V), Workspace.empty(B, K, V, "cpu"), overlap=True):
-            step.kernel.warmup(*step.arguments, grid=step.grid, **options_of(step))
+            compile_step(step, overlap=False)
         print(f"{rule}, drafts of {K}: {time.perf_counter() - start:.1f} s")
 
 

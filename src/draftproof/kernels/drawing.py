@@ -10,13 +10,14 @@ from triton.language.extra import cuda
 
 from draftproof.kernels.call import Call
 from draftproof.kernels.draws import chunk_masses, invert, slice_of, token_of, tokens_of
-from draftproof.kernels.launch import Step, _hopper, plan, run
+from draftproof.kernels.launch import plan
 from draftproof.kernels.laws import law_at, laws_of, target_probs
 from draftproof.kernels.layout import NO_TARGET_LAW, SLICE
 from draftproof.kernels.noise import DRAFT, pair
 from draftproof.kernels.numbers import pick, target_known, target_settled
 from draftproof.kernels.parameters import Parameters
 from draftproof.kernels.request import request
+from draftproof.kernels.steps import Step, overlaps, run_all
 from draftproof.kernels.verdict import drafted_tokens, write
 from draftproof.kernels.workspace import NUMBERS, Workspace
 
@@ -44,9 +45,7 @@ def draw_rows(logits: Tensor, parameters: Parameters, j: int, *, shared: bool, w
     call = Call(logits[:, None], none, None, parameters, "coupled" if shared else "token")
     call.check()
     workspace.check(B, 0, call.V, filtered=parameters.filtered)
-    overlap = logits.is_cuda and _hopper(logits.device)
-    for n, step in enumerate(plan_draw(call, workspace, j, overlap=overlap)):
-        run(step, overlap=overlap and n > 0)
+    run_all(plan_draw(call, workspace, j, overlap=overlaps(logits.device)), logits.device)
     cutoff, base, mass, *_ = workspace.numbers[: B * NUMBERS].view(B, NUMBERS).unbind(-1)
     return Drawn(workspace.tokens[:B], cutoff, base, mass)
 
@@ -54,8 +53,9 @@ def draw_rows(logits: Tensor, parameters: Parameters, j: int, *, shared: bool, w
 def plan_draw(call: Call, workspace: Workspace, j: int, *, overlap: bool) -> list[Step]:
     """The launches of a draw: those of a verdict on an empty draft, which is a race or a draw with other noise."""
     *steps, last = plan(call, workspace, overlap=overlap)
-    batch, out, *_ = last.arguments
-    return [*steps, last if call.rule == "coupled" else Step(draw, (call.B,), (batch, out, j), 4)]
+    if call.rule == "coupled":
+        return [*steps, last]
+    return [*steps, Step(draw, last.grid, (*last.arguments, j), 4, last.kind)]
 
 
 @triton.jit(do_not_specialize=["j"])

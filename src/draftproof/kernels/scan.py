@@ -17,7 +17,8 @@ NO_TOKEN = tl.constexpr(2**30)
 @triton.jit
 @no_type_check
 def scan(batch, STEP: tl.constexpr, EARLY: tl.constexpr):
-    """Twin: `draw.chunk_sums` of `law.log_sum_exp`, and the argmax of `filters.settle`. Grid: (tiles, J + K, B).
+    """Twin: `draw.chunk_sums` of `law.log_sum_exp`, and the argmax of `filters.settle`. Grid: (tiles, J + K, B), and
+    where it is EARLY (tiles, B, J + K).
 
     Writes for each slice, chunk and tile its largest logit m and Σ exp(scale · (x − m)); for a greedy row, by tile
     only, the first token that has m instead (-1: NaN is among them). Borders and the order of the additions are
@@ -34,7 +35,8 @@ def scan(batch, STEP: tl.constexpr, EARLY: tl.constexpr):
     else:
         req, row = request(batch, tl.program_id(2).to(tl.int64)), tl.program_id(1)
         if wanted(req, row):
-            _scan_tile(batch, req, row, law_slices(batch, req, row, lines, row >= 0), STEP)
+            slope = slope_of(1.0 / _temperature(req, row))
+            _scan_tile(batch, req, row, law_slices(batch, req, row, lines, row >= 0), slope, STEP)
 
 
 @triton.jit
@@ -43,35 +45,31 @@ def _scan_early(batch, lines, STEP: tl.constexpr):
     """While the first programs wait for their request, memory would have nothing to do. Every request needs its first
     row: its logits are asked for at once. To read others in vain would take longer than to wait, but for a single
     request."""
-    b, row = _first_rows_first()
-    asked = row < tl.where(tl.num_programs(2) == 1, whole(batch.sizes.K) + 1, 1)
+    b, row = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    asked = row < tl.where(tl.num_programs(1) == 1, whole(batch.sizes.K) + 1, 1)
     x = batch_slices(batch, b, row, lines, asked)
+    tl.debug_barrier()  # or the compiler would put what follows before it
     req = request(batch, b)
     if wanted(req, row):
         if (not asked) | (req.target_row != b):
             x = law_slices(batch, req, row, lines, row >= 0)
-        _scan_tile(batch, req, row, x, STEP)
+        _scan_tile(batch, req, row, x, slope_of(1.0 / _temperature(req, row)), STEP)
 
 
 @triton.jit
 @no_type_check
-def _first_rows_first():
-    """A program's request and row: all requests' first rows, then request by request."""
-    rows, B = tl.num_programs(1), tl.num_programs(2)
-    n = tl.program_id(2) * rows + tl.program_id(1) - B
-    others = tl.maximum(rows - 1, 1)
-    return tl.where(n < 0, n + B, n // others).to(tl.int64), tl.where(n < 0, 0, n % others + 1)
+def _temperature(req, row):
+    return tl.where(row < req.J, req.temperature, req.draft_temperature)
 
 
 @triton.jit
 @no_type_check
-def _scan_tile(batch, req, row, x, STEP: tl.constexpr):
+def _scan_tile(batch, req, row, x, slope, STEP: tl.constexpr):
     """A tile of a row, step by step; x are the first step's logits, and the next step's are on their way while one's
     are worked on."""
     STEPS: tl.constexpr = PER_TILE // STEP
     line = law_row(req, row)
-    t = tl.where(row < req.J, req.temperature, req.draft_temperature)
-    slope = slope_of(1.0 / t)
+    warm = _temperature(req, row) > 0
     tile = tl.program_id(0)
     sliced = row < req.J
     if batch.traits.FILTERED:
@@ -82,14 +80,14 @@ def _scan_tile(batch, req, row, x, STEP: tl.constexpr):
         step = tile * STEPS + n
         ahead = law_slices(batch, req, row, _lines(step + 1, STEP), n + 1 < STEPS)
         y = dressed(batch, req, row, _lines(step, STEP), x)
-        if t > 0:
+        if warm:
             top, mass = _sums(batch, req, line, step, y, slope, sliced, STEP)
         else:
             top, mass = _first(step, y, STEP)
         here = (tl.arange(0, STEPS) == n)[:, None]
         m, s = tl.where(here, top[None, :], m), tl.where(here, mass[None, :], s)
         x = ahead
-    _write_tile(batch, req, line, tile, m, s, slope, t > 0)
+    _write_tile(batch, req, line, tile, m, s, slope, warm)
 
 
 @triton.jit

@@ -1,0 +1,24 @@
+"""`steps.run` on a kernel that only says what is done with it: twice alike, then with other registers."""
+
+from draftproof.kernels.steps import Step, run
+
+
+class Kernel:
+    """Both what Triton compiles and what it has compiled."""
+
+    __name__ = "kernel"
+
+    def warmup(self, *arguments: object, grid: tuple[int, ...], **options: object) -> "Kernel":
+        print("asked")
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        assert len(grid) == 3
+        return lambda *arguments: print("launched")
+
+
+STEP = Step(Kernel(), (7,), (object(), 3), 4, ("kind",))
+
+if __name__ == "__main__":
+    for step in (STEP, STEP, STEP._replace(registers=64)):
+        run(step, overlap=True)
