@@ -51,8 +51,8 @@ SCANS = [
     )
 ]  # fmt: skip
 SETTLES = [
-    Variant("settle", (lines,), warps, registers)
-    for lines, warps, registers in ((32, 8, 48), (32, 8, 64), (32, 8, 80), (32, 8, None), (32, 4, None), (32, 16, None))
+    Variant("settle", (), warps, registers)
+    for warps, registers in ((8, 48), (8, 64), (8, 80), (8, None), (4, None), (16, None))
 ]
 SIFTS = [Variant("sift", (), warps, registers) for warps, registers in ((8, 128), (8, None), (16, None), (4, None))]
 TOKENS = [Variant("token", (), warps, registers) for warps, registers in ((8, 128), (8, None), (4, None), (16, None))]
@@ -104,9 +104,10 @@ def steps_of(group: Group, given: Inputs, workspace: Workspace, variant: Variant
     if variant is None:
         return steps
     # what `settle` leaves to those behind it belongs to its time
-    last = "settle_deep" if variant.kernel in ("settle", "sift") else variant.kernel
-    upto = [step.kernel.__name__ for step in steps].index(last)
-    return [changed(step, variant) for step in steps[: upto + 1]]
+    search = ("settle", "sift", "settle_deep")
+    upto = search if variant.kernel in search else (variant.kernel,)
+    last = max(n for n, step in enumerate(steps) if step.kernel.__name__ in upto)
+    return [changed(step, variant) for step in steps[: last + 1]]
 
 
 def all_plans(groups: list[Group]) -> Iterator[list[Step]]:

@@ -176,14 +176,18 @@ def determinism() -> dict[str, Any]:
     return {"runs": 100, "batches": [1, 3, 17, 64]}
 
 
+MANY = 200
+"""Requests that are launched as in any larger batch."""
+
+
 def go_through() -> None:
     """A call of every kind that is claimed something of, to have the kernels compiled."""
-    sizes = [*LARGE, (V_MANY, 64, torch.float32), (V_MANY, 64, torch.bfloat16), (32000, 64, torch.bfloat16)]
+    sizes = [*LARGE, (V_MANY, MANY, torch.float32), (V_MANY, MANY, torch.bfloat16), (32000, 64, torch.bfloat16)]
     jobs = [(*size, mixed(size[1]), 4) for size in [*sizes, (32000, 8, torch.float32)]]
-    jobs += [(V_MANY, 64, dtype, [WARM] * 64, 3) for dtype in (torch.float32, torch.bfloat16)]
-    jobs += [(V_MANY, 64, dtype, [S(temperature=0.0)] * 64, 3) for dtype in (torch.float32, torch.bfloat16)]
+    jobs += [(V_MANY, MANY, dtype, [WARM] * MANY, 3) for dtype in (torch.float32, torch.bfloat16)]
+    jobs += [(V_MANY, MANY, dtype, [S(temperature=0.0)] * MANY, 3) for dtype in (torch.float32, torch.bfloat16)]
     small = (S(min_p=0.1), S(top_p=0.9), WARM, S(temperature=0.0))
-    jobs += [(8, 64, torch.float32, [sampling] * 64, 2) for sampling in small]
+    jobs += [(8, MANY, torch.float32, [sampling] * MANY, 2) for sampling in small]
     for V, B, dtype, samplings, K in jobs:
         given = on_device(B, K, V, samplings, 0, dtype)
         if V == 8:  # as `law_claims` has it: all rows are the same

@@ -5,7 +5,7 @@ import torch
 
 import draftproof as dp
 from draftproof.kernels import Parameters, Workspace, launch, verify_rows
-from draftproof.kernels.workspace import FEW, NUMBERS, PER_CHUNK, WORK, chunks
+from draftproof.kernels.workspace import FEW, MEASURED, NUMBERS, PARTS, PIVOTS, ROUNDS, chunks
 
 S = dp.Sampling
 V = 3000
@@ -51,9 +51,11 @@ def test_deep_nuclei_are_cut_by_all_programs_together(kind, together, device):
     }[kind]
     logits[:, :, 0] = 3.0
     workspace = settled(logits.to(device), S(temperature=0.8, top_p=0.9))
-    lines = workspace.work.view(2, PER_CHUNK * chunks(V) + WORK)
     assert workspace.work[FEW + 1] == 2
-    assert lines[:, FEW + 2].tolist() == [together] * 2
+    left = workspace.parts[: 2 * MEASURED].view(2, MEASURED)[:, ROUNDS * PIVOTS * PARTS :].view(2, 3, PARTS)
+    counts, least, most = left[:, :, : chunks(V)].unbind(1)
+    few = counts.amax(1) <= FEW / PARTS
+    assert (few | (least.amin(1) == most.amax(1))).tolist() == [bool(together)] * 2
 
 
 def test_numbers_of_a_deep_nucleus_do_not_depend_on_how_many_programs_there_are(monkeypatch, device):

@@ -10,6 +10,7 @@ from draftproof.kernels.layout import PER_CHUNK, QUEUE, SLICE, WORK
 from draftproof.kernels.request import chunks_of, law_row, request, whole
 from draftproof.kernels.rows import dressed, law_parts, law_slices
 
+LINES = tl.constexpr(32)  # slices that a search asks for at a time
 NOWHERE = tl.constexpr(2**30 // SLICE.value + 1)  # a slice that is behind the end of any row
 
 

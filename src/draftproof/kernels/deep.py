@@ -1,8 +1,8 @@
 """Cutoffs that lie deep in a row: borders drawn closer by passes over its slices, until few logits are between them.
 
-For the rows that `settle` has left in its queue and `draftproof.kernels.sift` has not served: a k of many hundreds, and
-whatever is too strange. A sample of the row tells where to look, and mostly one pass is enough to know that it told the
-truth.
+For the rows that `settle` has left in its queue: a k of many hundreds, and what is too strange for
+`draftproof.kernels.sift`. A sample of the row tells where to look, and mostly one pass is enough to know that it told
+the truth.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.cutoff import Place, line_of_work, masked_sums, queued_row
-from draftproof.kernels.layout import DONE, FEW, PER_CHUNK, QUEUED
+from draftproof.kernels.cutoff import LINES, Place, line_of_work, masked_sums, queued_row
+from draftproof.kernels.layout import FEW, PER_CHUNK, QUEUED
 from draftproof.kernels.measure import bottom_of, measured, sampled
 from draftproof.kernels.orders import key, value
 from draftproof.kernels.request import law_row
@@ -39,22 +39,21 @@ class Span(NamedTuple):
 
 @triton.jit
 @no_type_check
-def settle_deep(batch, LINES: tl.constexpr):
-    """Twin: `filters._cut`. Grid: any; the programs share the queue. LINES: slices read at a time."""
+def settle_deep(batch):
+    """Twin: `filters._cut`. Grid: any; the programs share the queue."""
     if batch.traits.OVERLAP:
         cuda.gdc_launch_dependents()  # they wait for the end of this, and are there when it comes
         cuda.gdc_wait()
     n, count = tl.program_id(0), tl.load(line_of_work(batch, 0) + QUEUED).to(tl.int32)
     while n < count:
         req, row = queued_row(batch, n)
-        if tl.load(line_of_work(batch, law_row(req, row)) + DONE) == 0:
-            _settle_row(batch, req, row, LINES)
+        settle_row(batch, req, row)
         n += tl.num_programs(0)
 
 
 @triton.jit
 @no_type_check
-def _settle_row(batch, req, row, LINES: tl.constexpr):
+def settle_row(batch, req, row):
     filters = filters_of(batch, req, row)
     scale = 1.0 / filters.temperature
     summary = summary_of(batch, req, row)
@@ -65,7 +64,7 @@ def _settle_row(batch, req, row, LINES: tl.constexpr):
     place = Place(row=row, first=0, count=count, listed=0, peak=summary.peak, scale=scale)
     edge = low
     if (filters.k > 0) | (filters.top_p < 1):
-        edge = _search(batch, req, place, low, filters.k, filters.top_p, masses.total, LINES)
+        edge = _search(batch, req, place, low, filters.k, filters.top_p, masses.total)
     cutoff = tl.maximum(floor, edge)
     kept = masked_sums(batch, req, place, 0, count, cutoff, LINES)
     write_row(batch, req, row, cutoff, scale * summary.peak.to(tl.float64), kept)
@@ -73,7 +72,7 @@ def _settle_row(batch, req, row, LINES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _search(batch, req, place, low, k, top_p, total, LINES: tl.constexpr):
+def _search(batch, req, place, low, k, top_p, total):
     """Twin: the cutoffs of `filters._cut_sorted` and `filters._nucleus`. The row's cutoff by top-k, then top-p on that.
 
     It is not under `low`. `k` of 0 and `top_p` of 1 are off; `total` is the row's mass.
@@ -87,7 +86,7 @@ def _search(batch, req, place, low, k, top_p, total, LINES: tl.constexpr):
     cutoff, searching = low, place.count > 0
     places = line_of_work(batch, law_row(req, place.row))
     while searching:
-        span, goal = _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass, LINES)
+        span, goal = _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass)
         guess, near = _between(place, span, goal)
         closed = span.last - span.first <= 1
         if closed | (_number(place, span, by_mass) <= FEW):
@@ -116,7 +115,7 @@ def _number(place, span, by_mass):
 
 @triton.jit
 @no_type_check
-def _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass, LINES: tl.constexpr):
+def _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass):
     """Borders closer to each other, by one pass over the row; and the goal, if that was not known."""
     first = span.first
     if by_mass:  # what lies lower has no mass in float64

@@ -25,9 +25,6 @@ PROCESSORS: Final = 132
 """Of an H200. As many programs share the rows whose cutoff lies deep; and as long as there are no more, each has one to
 itself, and all its registers."""
 
-LINES: Final = 32
-"""Slices that a search for a cutoff asks for at a time."""
-
 CROWDED: Final = 80
 """Registers of a thread of `settle` where several programs share a processor. At most as many in `block_sums`."""
 
@@ -66,11 +63,12 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
     steps = [_scan(call, rows, bundle)]
     if call.parameters.filtered:
         limit = CROWDED if B * rows > PROCESSORS else None
-        steps.append(bundle.step(settle, (rows, B), (constant(LINES),), 8, limit))
+        steps.append(bundle.step(settle, (rows, B), (), 8, limit))
         if call.parameters.nucleus:
             programs = (min(rows * B * PARTS, PROCESSORS),)
             steps += [bundle.step(sift, programs, (constant(n),), 16) for n in range(ROUNDS + 2)]
-        steps.append(bundle.step(settle_deep, (min(rows * B, PROCESSORS),), (constant(LINES),), 16))
+        else:
+            steps.append(bundle.step(settle_deep, (min(rows * B, PROCESSORS),), (), 16))
     out = (bundle.out,)
     if call.rule == "coupled":
         return [*steps, bundle.step(coupled, (B,), out, 8)]

@@ -67,7 +67,6 @@ WORK = tl.constexpr(_WORK)
 FEW = tl.constexpr(_FEW)
 QUEUE = tl.constexpr(_FEW)  # of line n: the n-th row in the queue
 QUEUED = tl.constexpr(_FEW + 1)  # of line 0: how many are in it
-DONE = tl.constexpr(_FEW + 2)  # of the row's own line: 1 when its cutoff is found
 
 # Workspace.parts, float64, one line a law row: what reaches PIVOTS numbers by part, for each round; of each part how
 # many logits are left, the least and the largest of them

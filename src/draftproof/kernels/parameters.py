@@ -25,7 +25,7 @@ class Parameters:
               its first row where the logits are ragged
     filtered  whether any request, or its draft, may have top_k, top_p or min_p on: False saves two kernels
     warm      whether any request may have a temperature above 0: False saves all of the draft's rows
-    nucleus   whether any request, or its draft, may have top_p without top_k: False saves four kernels
+    nucleus   whether any request, or its draft, may have top_p without top_k: False saves three kernels
     """
 
     floats: Float[Tensor, "B 6"]

@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.cutoff import Place, clear_sums, line_of_work, list_slices, masked_sums, write_sums
+from draftproof.kernels.cutoff import LINES, Place, clear_sums, line_of_work, list_slices, masked_sums, write_sums
 from draftproof.kernels.early import at_once
 from draftproof.kernels.layout import (
     BASE,
     CUTOFF,
-    DONE,
     DRAFT_SIDE,
     FLOAT_COLUMNS,
     GUESS,
@@ -55,8 +54,8 @@ class Filters(NamedTuple):
 
 @triton.jit
 @no_type_check
-def settle(batch, LINES: tl.constexpr):
-    """Twin: `filters.settle`. Grid: (J + K, B). LINES: slices read at a time."""
+def settle(batch):
+    """Twin: `filters.settle`. Grid: (J + K, B)."""
     row = tl.program_id(0)
     req = request(batch, tl.program_id(1).to(tl.int64))
     filters = filters_of(batch, req, row)
@@ -72,7 +71,7 @@ def settle(batch, LINES: tl.constexpr):
             settled = plain_numbers(tiles, rows >= 0, filters.temperature, scale, True)
             write_settled(line_of(batch, req, rows), rows >= 0, settled)
         else:
-            _settle_row(batch, req, row, filters, scale, LINES)
+            _settle_row(batch, req, row, filters, scale)
 
 
 @triton.jit
@@ -98,7 +97,7 @@ def write_row(batch, req, row, cutoff, base, mass):
 
 @triton.jit
 @no_type_check
-def _settle_row(batch, req, row, filters, scale, LINES: tl.constexpr):
+def _settle_row(batch, req, row, filters, scale):
     """Twin: `filters._cut`, where few logits can be the cutoff."""
     summary = summary_of(batch, req, row)
     if (summary.peak > float("-inf")) & (summary.peak < float("inf")):
@@ -166,6 +165,5 @@ def _leave(batch, req, row, filters, peak, scale, total, low):
         tl.store(known + GUESS, guess.to(tl.float64))
         tl.store(known + TOTAL, total)
         tl.store(known + PEAK, peak.to(tl.float64))
-    tl.store(line_of_work(batch, line) + DONE, 0.0)
     n = tl.atomic_add(line_of_work(batch, 0) + QUEUED, 1.0)
     tl.store(line_of_work(batch, n.to(tl.int64)) + QUEUE, line.to(tl.float32))

@@ -3,7 +3,8 @@
 For the rows that `settle` has left in its queue. Each launch is a round: two measure the mass above some numbers, the
 third writes down the few logits that are left between two of them, the fourth ranks these and puts the sums right. No
 program waits for another inside a launch: what the rounds before have found, each works out again from their sums, in
-the same order. A row in which too many are left is for `draftproof.kernels.deep`.
+the same order. A row in which too many are left is then settled as in `draftproof.kernels.deep`, and so is one with a
+k: a launch for those, nearly always for nothing, would take longer.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -13,9 +14,9 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from draftproof.kernels.cutoff import Place, answer, ask, line_of_work, masked_sums, queued_row
+from draftproof.kernels.deep import settle_row
 from draftproof.kernels.layout import (
     COUNTS,
-    DONE,
     FEW,
     GUESS,
     LEAST,
@@ -35,6 +36,7 @@ from draftproof.kernels.request import law_row
 from draftproof.kernels.settle import filters_of, write_row
 from draftproof.kernels.shortlist import cut, gather
 
+LAST = tl.constexpr(3)  # round
 EACH = tl.constexpr(FEW.value // PARTS.value)  # logits that a part may have left
 SPREAD = tl.constexpr(512)  # sums that the threads keep for each pivot
 EVEN = tl.constexpr(4)  # pivots all over the row, should the guess be wrong
@@ -75,15 +77,19 @@ def sift(batch, ROUND: tl.constexpr):
         req, row = queued_row(batch, queued)
         filters = filters_of(batch, req, row)
         first, behind = n % PARTS, tl.minimum(end - queued * PARTS, PARTS)
-        if (filters.k == 0) & (filters.top_p < 1) & (first < _parts_of(req)):
-            _sift_parts(batch, req, row, first, tl.minimum(behind, _parts_of(req)), filters, ROUND)
+        nucleus = (filters.k == 0) & (filters.top_p < 1)
+        left = not nucleus
+        if nucleus & (first < _parts_of(req)):
+            left = _sift_parts(batch, req, row, first, tl.minimum(behind, _parts_of(req)), filters, ROUND)
+        if ROUND == LAST and left & (first == 0):
+            settle_row(batch, req, row)
         n = queued * PARTS + behind
 
 
 @triton.jit
 @no_type_check
 def _sift_parts(batch, req, row, first, behind, filters, ROUND: tl.constexpr):
-    """The parts of a row from `first` to `behind`."""
+    """The parts of a row from `first` to `behind`. Returns, in the last round, whether the row is left unsettled."""
     LINES: tl.constexpr = SPREAD // batch.traits.SEGMENT
     known = line_of(batch, req, row)
     place = _place(req, row, first, behind, tl.load(known + PEAK).to(tl.float32), 1.0 / filters.temperature)
@@ -99,8 +105,9 @@ def _sift_parts(batch, req, row, first, behind, filters, ROUND: tl.constexpr):
         pivots = _between(place, span)
     if ROUND > 1:
         span = _narrowed(batch, req, row, span, pivots, note, 1)
-    if ROUND == 3:
-        _close(batch, req, place, first, span, note, LINES)
+    left = first < 0
+    if ROUND == LAST:
+        left = not _close(batch, req, place, first, span, note, LINES)
     else:
         for part in range(first, behind):
             piece = _place(req, row, part, part + 1, place.peak, place.scale)
@@ -109,6 +116,7 @@ def _sift_parts(batch, req, row, first, behind, filters, ROUND: tl.constexpr):
             else:
                 upto = measured(batch, req, piece, pivots, row >= 0, LINES)
                 tl.store(_line(batch, req, row) + (ROUND * PARTS + part) * PIVOTS + tl.arange(0, PIVOTS), upto)
+    return left
 
 
 @triton.jit
@@ -205,7 +213,7 @@ def _extremes(batch, req, place, span, LINES: tl.constexpr):
 @no_type_check
 def _close(batch, req, place, first, span, note, LINES: tl.constexpr):
     """Cut among what is left of all parts, and put the sums of these right. Where too many are left, they must be all
-    equal, as logits of two bytes often are: else nothing is done."""
+    equal, as logits of two bytes often are: else nothing is done. Returns whether it was."""
     part = tl.arange(0, PARTS)
     known, there = _line(batch, req, place.row) + part, part < _parts_of(req)
     counts = tl.load(known + COUNTS, mask=there, other=0.0).to(tl.int32)
@@ -226,7 +234,7 @@ def _close(batch, req, place, first, span, note, LINES: tl.constexpr):
             masked_sums(batch, req, place, place.first, place.first + place.count, cutoff, LINES)
         if first == 0:
             write_row(batch, req, place.row, cutoff, place.scale * place.peak.to(tl.float64), span.above + kept)
-            tl.store(line_of_work(batch, law_row(req, place.row)) + DONE, 1.0)
+    return few | equal
 
 
 @triton.jit

@@ -20,8 +20,8 @@ NUMBERS: Final = 7
 FEW: Final = 512
 """Logits of a row that the search for its cutoff ranks."""
 
-WORK: Final = FEW + 3
-"""Places a law row has for that search besides its list of slices; three serve the queue of rows that need more."""
+WORK: Final = FEW + 2
+"""Places a law row has for that search besides its list of slices; two serve the queue of rows that need more."""
 
 PARTS: Final = 32
 PIVOTS: Final = 16
