@@ -89,6 +89,7 @@ def main() -> None:
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "compiled": compiled,
         "large shapes": claims.large_shapes,
+        "short lists": claims.short_lists,
         "graph replay": claims.graph_replay,
         "determinism": claims.determinism,
         **laws(options.samples),

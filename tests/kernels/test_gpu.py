@@ -23,6 +23,10 @@ def test_large_shapes_give_the_reference_verdict():
     claims.large_shapes()
 
 
+def test_ordinary_cutoffs_come_from_a_short_list():
+    claims.short_lists()
+
+
 def test_a_million_rows_give_the_reference_verdict():
     assert claims.many_rows()["rows"] >= 1_000_000
 

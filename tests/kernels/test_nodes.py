@@ -1,0 +1,61 @@
+"""Which nodes of a draft the block rule sums: all at which the round may stop, and few others."""
+
+import torch
+
+import draftproof as dp
+from draftproof.core.noise import Noise
+from draftproof.core.types import Draft
+from draftproof.kernels import Workspace
+from draftproof.kernels.call import Call
+from draftproof.kernels.launch import plan
+from draftproof.kernels.steps import run
+from draftproof.verify.block import log_weights
+from kernels.twins import Input, make, parameters, reference
+
+B, K, TILE = 8, 4, 4096
+V = 3 * TILE
+WARM = dp.Sampling(temperature=0.8)
+
+
+def test_sums_are_taken_where_the_round_may_stop_and_hardly_elsewhere(device):
+    """The round stops at one of the nodes that are left; these are candidates by their weights, and not all of them.
+
+    Target and drafter differ by tile: 0.5, 0.25, 0.25 and 0.1, 0.27, 0.63. Tokens of the second weigh nearly 1, while
+    the residual in the first is large: that the round stops behind such a token, if not later, the tiles' masses tell.
+    The last token is of the third, so that few drafts are kept as a whole.
+    """
+    given = make([WARM] * B, K=K, V=V, device=device, seed=11, ragged=False)
+    scale = WARM.temperature * torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.27, 0.63]], device=device).log()
+    target, draft = scale.repeat_interleave(TILE, 1)
+    given.draft.copy_(given.target[:, :K] + draft)
+    given.target.add_(target)
+    given.tokens.remainder_(TILE).add_(TILE)
+    given.tokens[:, -1] += TILE
+    left, possible = nodes_left(given), candidates(given)
+    judged = reference(given, "block").accepted
+    inside = left.any(1)
+    assert inside.sum() > B // 3
+    assert bool(left[inside, judged[inside]].all())
+    assert not bool((left & ~possible).any())
+    assert left.sum() < 0.75 * possible[inside].sum()
+
+
+def nodes_left(given: Input) -> torch.Tensor:
+    """What the walk says, [B, K + 1]; nothing of a request that stops behind its whole draft."""
+    workspace = Workspace.empty(B, K, V, given.target.device)
+    call = Call(given.target, given.tokens, given.draft, parameters(given), "block")
+    for step in plan(call, workspace, overlap=False)[:2]:
+        run(step, overlap=False)
+    bits = (-workspace.accepted).clamp_min(0)
+    return ((bits[:, None] >> torch.arange(K + 1, device=bits.device)) & 1) > 0
+
+
+def candidates(given: Input) -> torch.Tensor:
+    """By the weights alone: the last node at which w = 1, where it stops at the latest, and those behind it whose coin
+    is below w."""
+    p, q = dp.warp(given.target, given.samplings), dp.warp(given.draft, given.drafts)
+    weights = log_weights(p, Draft(given.tokens, given.lengths, q))
+    coins = torch.nn.functional.pad(Noise(given.seeds, given.positions).coins(K).log(), (1, 0))
+    node = torch.arange(K + 1, device=weights.device)
+    sure = torch.where((weights == 0) & (node < K), node, 0).amax(1, keepdim=True)
+    return (node == sure) | ((node > sure) & (node < K) & (coins < weights + 1e-5))
