@@ -21,11 +21,11 @@ import triton.language as tl
 from draftproof.kernels import Workspace
 from draftproof.kernels.call import Call
 from draftproof.kernels.launch import plan
-from draftproof.kernels.steps import Step
+from draftproof.kernels.steps import Step, run_all
 from gpu_cases import SETTINGS, K, V
 from gpu_compile import PROCESSES, compile_part, side_by_side
 from gpu_inputs import Inputs, drawn
-from verify_gpu import cold_sets, launch, median_of_replays, pool, prepared
+from verify_gpu import cold_sets, median_of_replays, pool, prepared
 
 FILTERS = "top-k 50, top-p 0.9"
 
@@ -145,7 +145,7 @@ def measured(groups: list[Group], seconds: float) -> Iterator[dict[str, Any]]:
 def timed(plans: list[list[Step]]) -> dict[str, Any]:
     def all_sets() -> None:
         for steps in plans:
-            launch(steps)
+            run_all(steps, steps[0].arguments[0].target.device)
 
     try:
         return {"time": round(median_of_replays(all_sets, len(plans), 20), 1)}

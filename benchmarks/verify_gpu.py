@@ -27,7 +27,7 @@ import draftproof as dp
 from draftproof.kernels import Parameters, Workspace, verify_rows
 from draftproof.kernels.call import Call
 from draftproof.kernels.launch import plan
-from draftproof.kernels.steps import Step, run
+from draftproof.kernels.steps import Step, run_all
 from gpu_cases import BARS, BATCHES, CASES, COLD, MIXED, PEERS, SETTINGS, WARM, Case, K, V
 from gpu_compile import PROCESSES, compile_part, side_by_side
 from gpu_inputs import Inputs, drawn, inputs
@@ -104,11 +104,6 @@ def eager_median(run: Callable[[], Any], repeats: int = 40) -> float:
     return statistics.median(times) * 1e6
 
 
-def launch(steps: list[Step]) -> None:
-    for n, step in enumerate(steps):
-        run(step, overlap=n > 0)
-
-
 def measure(case: Case, each: list[Inputs], *, eager: bool, stages: bool) -> dict[str, Any]:
     B = len(each[0].tokens)
     samplings, drafts = sampling_of(case, B)
@@ -125,7 +120,7 @@ def measure(case: Case, each: list[Inputs], *, eager: bool, stages: bool) -> dic
 
         def all_sets(n: int = n) -> None:
             for steps in plans:
-                launch(steps[:n])
+                run_all(steps[:n], each[0].target.device)
 
         upto[names[n - 1]] = median_of_replays(all_sets, len(plans))
     times = list(upto.values())

@@ -8,7 +8,7 @@ from draftproof.core.types import Draft
 from draftproof.kernels import Workspace
 from draftproof.kernels.call import Call
 from draftproof.kernels.launch import plan
-from draftproof.kernels.steps import run
+from draftproof.kernels.steps import run_all
 from draftproof.verify.block import log_weights
 from kernels.twins import Input, make, parameters, reference
 
@@ -44,8 +44,7 @@ def nodes_left(given: Input) -> torch.Tensor:
     """What the walk says, [B, K + 1]; nothing of a request that stops behind its whole draft."""
     workspace = Workspace.empty(B, K, V, given.target.device)
     call = Call(given.target, given.tokens, given.draft, parameters(given), "block")
-    for step in plan(call, workspace, overlap=False)[:2]:
-        run(step, overlap=False)
+    run_all(plan(call, workspace, overlap=False)[:2], given.target.device)
     bits = (-workspace.accepted).clamp_min(0)
     return ((bits[:, None] >> torch.arange(K + 1, device=bits.device)) & 1) > 0
 

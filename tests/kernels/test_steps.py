@@ -14,18 +14,18 @@ FLAGS = (True, torch.float32, 4)
 
 def test_calls_of_one_kind_share_their_kernels():
     one, other = torch.zeros(64), torch.zeros(64)
-    assert kind_of(FLAGS, [one], (64, 1)) == kind_of(FLAGS, [other], (64, 1))
+    assert kind_of(FLAGS, (one,), (64, 1)) == kind_of(FLAGS, (other,), (64, 1))
 
 
 def test_what_triton_compiles_anew_for_is_another_kind():
     x = torch.zeros(64)
     kinds = [
-        kind_of(FLAGS, [x], (64, 1)),
-        kind_of((False, *FLAGS[1:]), [x], (64, 1)),
-        kind_of(FLAGS, [x.half()], (64, 1)),
-        kind_of(FLAGS, [x[1:]], (64, 1)),  # no longer at a multiple of 16 bytes
-        kind_of(FLAGS, [x], (60, 1)),
-        kind_of(FLAGS, [x], (64, 2)),
+        kind_of(FLAGS, (x,), (64, 1)),
+        kind_of((False, *FLAGS[1:]), (x,), (64, 1)),
+        kind_of(FLAGS, (x.half(),), (64, 1)),
+        kind_of(FLAGS, (x[1:],), (64, 1)),  # no longer at a multiple of 16 bytes
+        kind_of(FLAGS, (x,), (60, 1)),
+        kind_of(FLAGS, (x,), (64, 2)),
     ]
     assert len(set(kinds)) == len(kinds)
 

@@ -20,7 +20,13 @@ NOTHING = tl.constexpr(float("-inf"))
 @no_type_check
 def target_row(batch, req, row):
     """Where a target row begins, or each of several."""
-    return batch.target + req.target_row * batch.strides.target + row.to(tl.int64) * batch.strides.target_row
+    return _target_row(batch, req.target_row, row)
+
+
+@triton.jit
+@no_type_check
+def _target_row(batch, first, row):
+    return batch.target + first * batch.strides.target + row.to(tl.int64) * batch.strides.target_row
 
 
 @triton.jit
@@ -48,7 +54,7 @@ def law_slices(batch, req, row, begin, there):
 @no_type_check
 def batch_slices(batch, b, row, begin, there):
     """The same of the b-th request's target row, where the b-th stands b-th, as nearly always."""
-    at = batch.target + b * batch.strides.target + row.to(tl.int64) * batch.strides.target_row
+    at = _target_row(batch, b, row)
     x = whole_slices(at, begin, tl.where(there, batch.sizes.V, 0), batch.traits.SEGMENT)
     if not batch.traits.ALIKE:
         x = x.to(tl.float32)

@@ -37,12 +37,12 @@ def _hopper(device: torch.device) -> bool:
 
 
 def run_all(steps: Iterable[Step], device: torch.device) -> None:
-    """Launch these on a device, which need not be the current one."""
+    """Launch these on a device, which need not be the current one. All but the first may start while the one before
+    them ends, if their kernels were planned to wait for that themselves."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    overlap = overlaps(device)
     with torch.cuda.device(device) if elsewhere else nullcontext():
         for n, step in enumerate(steps):
-            run(step, overlap=overlap and n > 0)
+            run(step, overlap=n > 0 and bool(step.arguments[0].traits.OVERLAP.value))
 
 
 def run(step: Step, *, overlap: bool) -> None:
@@ -67,10 +67,9 @@ def compile_step(step: Step, *, overlap: bool) -> Any:
     return step.kernel.warmup(*step.arguments, grid=step.grid, **options)
 
 
-def kind_of(traits: Hashable, tensors: Iterable[torch.Tensor], numbers: tuple[int, ...]) -> Hashable:
+def kind_of(traits: Hashable, tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...]) -> Hashable:
     """What Triton looks at: of a pointer its type and whether 16 divides it, of a whole number whether it is 1, whether
     16 divides it and how long it is. The numbers themselves tell all of that, and most calls share them. `traits`: what
     the kernels' constants follow from."""
-    tensors = list(tensors)
     kinds = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
     return traits, tensors[0].device.index, kinds, numbers
