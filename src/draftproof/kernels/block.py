@@ -21,14 +21,13 @@ from draftproof.kernels.laws import (
     law_of_base,
     law_of_peak,
     log_ratios,
-    warm,
     write_numbers,
     written_numbers,
 )
 from draftproof.kernels.layout import WEIGHT
 from draftproof.kernels.noise import ACCEPT, uniform
 from draftproof.kernels.numbers import draft_known, draft_numbers, line_of, target_known, target_numbers
-from draftproof.kernels.request import request
+from draftproof.kernels.request import request, warm
 from draftproof.kernels.residual import sum_written
 from draftproof.kernels.stations import NODES, coins_of, slopes_of, stations_of, stop_of
 from draftproof.kernels.verdict import drafted_tokens, greedy_match, write
@@ -54,7 +53,7 @@ def block_walk(batch, out):
         cuda.gdc_launch_dependents()  # they wait for the end of this, and are there when it comes
         cuda.gdc_wait()
     known, draft = target_known(batch, req), draft_known(batch, req)
-    p_scale, q_scale = at_once(1.0 / req.temperature), at_once(1.0 / warm(req.draft_temperature))
+    p_scale, q_scale = at_once(1.0 / warm(req.temperature)), at_once(1.0 / warm(req.draft_temperature))
     p, q = target_numbers(batch, req, known, p_scale), draft_numbers(batch, req, draft, q_scale)
     if req.temperature > 0:
         i = drafted.i

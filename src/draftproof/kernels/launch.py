@@ -73,7 +73,8 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
     if call.rule == "coupled":
         return [*steps, bundle.step(coupled, (B,), out, 8)]
     if call.rule == "token" or not call.weighs_draft:  # without a law of the draft the two rules are one
-        return [*steps, bundle.step(token, (B,), out, 8, ROOM if B > PROCESSORS else None)]
+        warps = 8 if call.parameters.warm else 4  # of greedy requests there is little to look at
+        return [*steps, bundle.step(token, (B,), out, warps, ROOM if B > PROCESSORS else None)]
     return [
         *steps,
         bundle.step(block_walk, (B,), out, 4 if K < SHORT else 16),  # by the rows it looks at side by side

@@ -75,13 +75,6 @@ def draft_line_of(batch, req, row):
 
 @triton.jit
 @no_type_check
-def warm(temperature):
-    """A temperature that can be divided by: greedy rows are never weighed."""
-    return tl.where(temperature > 0, temperature, 1.0)
-
-
-@triton.jit
-@no_type_check
 def write_numbers(line, there, law):
     """Write down the numbers of rows that stand at `line` [S], for programs that all need them; cutoffs are there."""
     tl.store(line + SLOPE, law.slope.to(tl.float64), mask=there)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from draftproof.kernels.exponent import power, slope_of
 from draftproof.kernels.layout import BASE, CUTOFF, MASS, NUMBERS
-from draftproof.kernels.request import law_row, wanted
+from draftproof.kernels.request import law_row, wanted, warm
 
 
 class Settled(NamedTuple):
@@ -55,7 +55,7 @@ def draft_known(batch, req):
 def target_settled(batch, req, known):
     """Numbers of a request's target rows [KP]; where they are new, written down as well."""
     i = tl.arange(0, batch.traits.KP)
-    settled = target_numbers(batch, req, known, 1.0 / req.temperature)
+    settled = target_numbers(batch, req, known, 1.0 / warm(req.temperature))
     if not batch.traits.FILTERED:
         write_settled(line_of(batch, req, i), i <= req.length, settled)
     return settled
@@ -136,19 +136,35 @@ def plain_numbers(tiles, there, temperature, scale, MAY_POINT: tl.constexpr):
 
     scale: 1 / temperature. MAY_POINT: whether they may be greedy.
     """
-    m, s, inside = tiles.m, tiles.s, tiles.inside
-    peak = tl.max(m, 1)
+    peak = tl.max(tiles.m, 1)
     sound = (peak > float("-inf")) & (peak < float("inf"))
-    distance = m - tl.where(sound, peak, 0.0)[:, None]
-    cutoff, base = tl.full(peak.shape, float("-inf"), tl.float64), peak.to(tl.float64) * scale
-    mass = tl.sum((s * power(distance, slope_of(scale))).to(tl.float64), 1)
+    cutoff = tl.full(peak.shape, float("-inf"), tl.float64)
     if MAY_POINT:
-        first = tl.min(tl.where(inside & ((m == peak[:, None]) | (s < 0)), s, 2.0**30), 1).to(tl.float64)
-        greedy = temperature == 0
-        cutoff, base = tl.where(greedy, first, cutoff), tl.where(greedy, 0.0, base)
-        mass = tl.where(greedy, tl.where(first >= 0, 1.0, float("nan")), mass)
+        if temperature == 0:
+            cutoff = _first(tiles, peak)
+            base, mass = tl.zeros_like(cutoff), tl.where(cutoff >= 0, 1.0, float("nan")).to(tl.float64)
+        else:
+            base, mass = peak.to(tl.float64) * scale, _mass(tiles, peak, sound, scale)
+    else:
+        base, mass = peak.to(tl.float64) * scale, _mass(tiles, peak, sound, scale)
     mass = tl.where(there, tl.where(sound, mass, float("nan")), 1.0)
     return Settled(cutoff=cutoff, base=tl.where(there, base, 0.0), mass=mass)
+
+
+@triton.jit
+@no_type_check
+def _mass(tiles, peak, sound, scale):
+    """Relative to the peak, float64."""
+    distance = tiles.m - tl.where(sound, peak, 0.0)[:, None]
+    return tl.sum((tiles.s * power(distance, slope_of(scale))).to(tl.float64), 1)
+
+
+@triton.jit
+@no_type_check
+def _first(tiles, peak):
+    """The first token that has the peak; negative where NaN is among the logits."""
+    candidates = tiles.inside & ((tiles.m == peak[:, None]) | (tiles.s < 0))
+    return tl.min(tl.where(candidates, tiles.s, 2.0**30), 1).to(tl.float64)
 
 
 @triton.jit

@@ -93,3 +93,10 @@ def wanted(req, row):
     """
     warm = (req.temperature > 0) & (req.draft_temperature > 0)
     return ((row < req.J) & (row <= req.length)) | ((row >= req.J) & (row < tl.where(warm, req.J + req.length, req.J)))
+
+
+@triton.jit
+@no_type_check
+def warm(temperature):
+    """A temperature that can be divided by: greedy rows are never weighed, and to divide by 0 takes twice as long."""
+    return tl.where(temperature > 0, temperature, 1.0)

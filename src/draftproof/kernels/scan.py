@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.exponent import near_exp2, power, slope_of
+from draftproof.kernels.exponent import INTERPRETED, near_exp2, power, slope_of
 from draftproof.kernels.layout import PER_CHUNK, PER_TILE, QUEUED, SLICE
-from draftproof.kernels.request import law_row, request, wanted, whole
+from draftproof.kernels.request import law_row, request, wanted, warm, whole
 from draftproof.kernels.rows import batch_slices, dressed, law_slices, segment_tokens
 
 NO_TOKEN = tl.constexpr(2**30)
@@ -35,8 +35,8 @@ def scan(batch, STEP: tl.constexpr, EARLY: tl.constexpr):
     else:
         req, row = request(batch, tl.program_id(2).to(tl.int64)), tl.program_id(1)
         if wanted(req, row):
-            slope = slope_of(1.0 / _temperature(req, row))
-            _scan_tile(batch, req, row, law_slices(batch, req, row, lines, row >= 0), slope, STEP)
+            slope = slope_of(1.0 / warm(_temperature(req, row)))
+            _scan_tile(batch, req, row, law_slices(batch, req, row, lines, row >= 0, None), slope, STEP)
 
 
 @triton.jit
@@ -52,8 +52,8 @@ def _scan_early(batch, lines, STEP: tl.constexpr):
     req = request(batch, b)
     if wanted(req, row):
         if (not asked) | (req.target_row != b):
-            x = law_slices(batch, req, row, lines, row >= 0)
-        _scan_tile(batch, req, row, x, slope_of(1.0 / _temperature(req, row)), STEP)
+            x = law_slices(batch, req, row, lines, row >= 0, None)
+        _scan_tile(batch, req, row, x, slope_of(1.0 / warm(_temperature(req, row))), STEP)
 
 
 @triton.jit
@@ -68,8 +68,9 @@ def _scan_tile(batch, req, row, x, slope, STEP: tl.constexpr):
     """A tile of a row, step by step; x are the first step's logits, and the next step's are on their way while one's
     are worked on."""
     STEPS: tl.constexpr = PER_TILE // STEP
+    end = tl.where(row < req.J, batch.sizes.V, batch.sizes.R)
     line = law_row(req, row)
-    warm = _temperature(req, row) > 0
+    sampled = _temperature(req, row) > 0
     tile = tl.program_id(0)
     sliced = row < req.J
     if batch.traits.FILTERED:
@@ -78,16 +79,31 @@ def _scan_tile(batch, req, row, x, slope, STEP: tl.constexpr):
     s = tl.zeros([STEPS, STEP], tl.float32)
     for n in range(0, STEPS):
         step = tile * STEPS + n
-        ahead = law_slices(batch, req, row, _lines(step + 1, STEP), n + 1 < STEPS)
-        y = dressed(batch, req, row, _lines(step, STEP), x)
-        if warm:
+        ahead = law_slices(batch, req, row, _lines(step + 1, STEP), n + 1 < STEPS, None)
+        y = dressed(batch, req, row, _lines(step, STEP), _widened(x))
+        if (step + 1) * STEP * (PER_CHUNK * SLICE) > end:
+            y = tl.where(segment_tokens(_lines(step, STEP), y.shape[1]) < end, y, float("-inf"))
+        if sampled:
             top, mass = _sums(batch, req, line, step, y, slope, sliced, STEP)
         else:
             top, mass = _first(step, y, STEP)
         here = (tl.arange(0, STEPS) == n)[:, None]
         m, s = tl.where(here, top[None, :], m), tl.where(here, mass[None, :], s)
         x = ahead
-    _write_tile(batch, req, line, tile, m, s, slope, warm)
+    _write_tile(batch, req, line, tile, m, s, slope, sampled)
+
+
+@triton.jit
+@no_type_check
+def _widened(x):
+    """Logits as float32. A pair of bfloat16 is taken apart in two steps, where the compiler takes three or four."""
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a; shl.b32 a, $2, 16; mov.b32 $0, a; and.b32 a, $2, 0xffff0000; mov.b32 $1, a; }",
+            "=f,=f,r", [x], tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -137,11 +153,11 @@ def _larger(a, b):
 
 @triton.jit
 @no_type_check
-def _write_tile(batch, req, line, tile, m, s, slope, warm):
+def _write_tile(batch, req, line, tile, m, s, slope, sampled):
     """From the m and s of its chunks. They are added in pairs: a sum of two has one order only, whatever STEP is."""
     m, s = tl.reshape(m, (PER_TILE,)), tl.reshape(s, (PER_TILE,))
     top = tl.reduce(m, 0, _larger)
-    if warm:
+    if sampled:
         pairs = tl.reshape(s * power(m - _finite(top), slope), (2, 2, PER_TILE // 4))
         mass = tl.sum(tl.sum(tl.sum(pairs, 2), 1), 0)
     else:

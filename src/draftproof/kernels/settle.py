@@ -35,7 +35,7 @@ from draftproof.kernels.layout import (
 )
 from draftproof.kernels.measure import sampled
 from draftproof.kernels.numbers import line_of, plain_numbers, tiles_of, write_settled
-from draftproof.kernels.request import law_row, request, wanted
+from draftproof.kernels.request import law_row, request, wanted, warm
 from draftproof.kernels.shortlist import cut, gather, listed, listed_slices
 from draftproof.kernels.summary import Masses, bound_of, floor_of, masses_of, summary_of
 
@@ -59,7 +59,7 @@ def settle(batch):
     row = tl.program_id(0)
     req = request(batch, tl.program_id(1).to(tl.int64))
     filters = filters_of(batch, req, row)
-    scale = at_once(1.0 / filters.temperature)
+    scale = at_once(1.0 / warm(filters.temperature))
     if batch.traits.OVERLAP:
         cuda.gdc_launch_dependents()  # they wait for the end of this, and are there when it comes
         cuda.gdc_wait()

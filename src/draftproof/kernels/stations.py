@@ -10,10 +10,11 @@ import triton.language as tl
 
 from draftproof.kernels.early import at_once
 from draftproof.kernels.exponent import slope_of
-from draftproof.kernels.laws import Numbers, warm
+from draftproof.kernels.laws import Numbers
 from draftproof.kernels.layout import WEIGHT
 from draftproof.kernels.noise import ACCEPT, uniform
 from draftproof.kernels.numbers import line_of
+from draftproof.kernels.request import warm
 from draftproof.kernels.residual import excess_sums, written_laws
 
 NODES = tl.constexpr(4)  # that are looked at side by side
@@ -36,7 +37,7 @@ class Slopes(NamedTuple):
 @triton.jit
 @no_type_check
 def slopes_of(req):
-    p_scale, q_scale = at_once(1.0 / req.temperature), at_once(1.0 / warm(req.draft_temperature))
+    p_scale, q_scale = at_once(1.0 / warm(req.temperature)), at_once(1.0 / warm(req.draft_temperature))
     return Slopes(p=slope_of(p_scale), q=slope_of(q_scale))
 
 

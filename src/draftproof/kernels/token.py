@@ -13,11 +13,11 @@ from triton.language.extra import cuda
 from draftproof.kernels.closing import Trials, thin, trials_of
 from draftproof.kernels.draws import chunk_stats
 from draftproof.kernels.early import at_once
-from draftproof.kernels.laws import drafted_of, law_of_base, law_of_peak, warm
+from draftproof.kernels.laws import drafted_of, law_of_base, law_of_peak
 from draftproof.kernels.layout import NO_DRAFT_LAW, NO_SUCH_TOKEN, NO_TARGET_LAW
 from draftproof.kernels.noise import ACCEPT, uniform
 from draftproof.kernels.numbers import Settled, draft_known, draft_numbers, target_known, target_numbers
-from draftproof.kernels.request import request, wanted
+from draftproof.kernels.request import request, wanted, warm
 from draftproof.kernels.verdict import greedy_match, write
 
 
@@ -64,7 +64,7 @@ class Scales(NamedTuple):
 @no_type_check
 def _scales(req):
     """To be asked for behind the loads: what they bring is then on its way, and the compiler puts no load off."""
-    return Scales(p=at_once(1.0 / req.temperature), q=at_once(1.0 / warm(req.draft_temperature)))
+    return Scales(p=at_once(1.0 / warm(req.temperature)), q=at_once(1.0 / warm(req.draft_temperature)))
 
 
 class Stop(NamedTuple):
