@@ -38,8 +38,8 @@ def draft_row(batch, req, row):
 @triton.jit
 @no_type_check
 def law_slices(batch, req, row, begin, there, other=NOTHING):
-    """Logits of a law row in the slices that begin at `begin`, as they are (`whole_slices`), if they are `there`; `other`
-    where they are not, anything for None: that spares a step for each."""
+    """Logits of a law row in the slices that begin at `begin`, as they are (`whole_slices`), if they are `there`; where
+    they are not, `other`, or anything: with None registers need not be filled in advance."""
     end = tl.where(there, tl.where(row < req.J, batch.sizes.V, batch.sizes.R), 0)
     if batch.traits.ALIKE:  # one piece of code reads both
         at = tl.where(row < req.J, target_row(batch, req, row), draft_row(batch, req, row - req.J))
