@@ -40,6 +40,7 @@ class Traits(NamedTuple):
     DRAWN: Any  # the draft has logits; otherwise its tokens were chosen
     READ_DRAFT: Any  # the draft's rows are scanned: they are there, the rule needs them, their lse was not handed over
     FILTERED: Any
+    WARM: Any  # some request may have a temperature above 0
     EDITED: Any
     MASKED: Any
     MAPPED: Any  # the draft vocabulary is part of the target's

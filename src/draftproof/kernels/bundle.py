@@ -68,6 +68,7 @@ def _traits(call: Call, draft: Tensor, overlap: bool) -> tuple[Any, ...]:
         call.weighs_draft,
         call.draft_lse is None,
         call.parameters.filtered,
+        call.parameters.warm,
         call.edits is not None,
         call.allowed is not None,
         call.draft_entries is not None,

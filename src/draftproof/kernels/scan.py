@@ -35,7 +35,7 @@ def scan(batch, STEP: tl.constexpr, EARLY: tl.constexpr):
     else:
         req, row = request(batch, tl.program_id(2).to(tl.int64)), tl.program_id(1)
         if wanted(req, row):
-            slope = slope_of(1.0 / warm(_temperature(req, row)))
+            slope = _slope(batch, req, row)
             _scan_tile(batch, req, row, law_slices(batch, req, row, lines, row >= 0, None), slope, STEP)
 
 
@@ -53,7 +53,7 @@ def _scan_early(batch, lines, STEP: tl.constexpr):
     if wanted(req, row):
         if (not asked) | (req.target_row != b):
             x = law_slices(batch, req, row, lines, row >= 0, None)
-        _scan_tile(batch, req, row, x, slope_of(1.0 / warm(_temperature(req, row))), STEP)
+        _scan_tile(batch, req, row, x, _slope(batch, req, row), STEP)
 
 
 @triton.jit
@@ -64,13 +64,24 @@ def _temperature(req, row):
 
 @triton.jit
 @no_type_check
+def _slope(batch, req, row):
+    slope = tl.full((), 1.0, tl.float32)
+    if batch.traits.WARM:
+        slope = slope_of(1.0 / warm(_temperature(req, row)))
+    return slope
+
+
+@triton.jit
+@no_type_check
 def _scan_tile(batch, req, row, x, slope, STEP: tl.constexpr):
     """A tile of a row, step by step; x are the first step's logits, and the next step's are on their way while one's
     are worked on."""
     STEPS: tl.constexpr = PER_TILE // STEP
     end = tl.where(row < req.J, batch.sizes.V, batch.sizes.R)
     line = law_row(req, row)
-    sampled = _temperature(req, row) > 0
+    sampled = row < 0
+    if batch.traits.WARM:
+        sampled = _temperature(req, row) > 0
     tile = tl.program_id(0)
     sliced = row < req.J
     if batch.traits.FILTERED:
@@ -83,7 +94,7 @@ def _scan_tile(batch, req, row, x, slope, STEP: tl.constexpr):
         y = dressed(batch, req, row, _lines(step, STEP), _widened(x))
         if (step + 1) * STEP * (PER_CHUNK * SLICE) > end:
             y = tl.where(segment_tokens(_lines(step, STEP), y.shape[1]) < end, y, float("-inf"))
-        if sampled:
+        if batch.traits.WARM and sampled:
             top, mass = _sums(batch, req, line, step, y, slope, sliced, STEP)
         else:
             top, mass = _first(step, y, STEP)
@@ -157,7 +168,7 @@ def _write_tile(batch, req, line, tile, m, s, slope, sampled):
     """From the m and s of its chunks. They are added in pairs: a sum of two has one order only, whatever STEP is."""
     m, s = tl.reshape(m, (PER_TILE,)), tl.reshape(s, (PER_TILE,))
     top = tl.reduce(m, 0, _larger)
-    if sampled:
+    if batch.traits.WARM and sampled:
         pairs = tl.reshape(s * power(m - _finite(top), slope), (2, 2, PER_TILE // 4))
         mass = tl.sum(tl.sum(tl.sum(pairs, 2), 1), 0)
     else:

@@ -18,7 +18,7 @@ from draftproof.kernels.layout import NO_DRAFT_LAW, NO_SUCH_TOKEN, NO_TARGET_LAW
 from draftproof.kernels.noise import ACCEPT, uniform
 from draftproof.kernels.numbers import Settled, draft_known, draft_numbers, target_known, target_numbers
 from draftproof.kernels.request import request, wanted, warm
-from draftproof.kernels.verdict import greedy_match, write
+from draftproof.kernels.verdict import drafted_tokens, greedy_match, write
 
 
 @triton.jit
@@ -26,6 +26,27 @@ from draftproof.kernels.verdict import greedy_match, write
 def token(batch, out):
     """Twin: `verify.token.token`. Grid: (B,)."""
     req = request(batch, tl.program_id(0).to(tl.int64))
+    if batch.traits.WARM:
+        _judge(batch, out, req)
+    else:
+        _match(batch, out, req)
+
+
+@triton.jit
+@no_type_check
+def _match(batch, out, req):
+    """Of a greedy request among others that are greedy too: nothing is weighed."""
+    drafted = drafted_tokens(batch, req)
+    if batch.traits.OVERLAP:
+        cuda.gdc_wait()
+    p = target_numbers(batch, req, target_known(batch, req), tl.full((), 1.0, tl.float64))
+    accepted, closing, fault = greedy_match(batch, req, p, drafted)
+    write(batch, out, req, drafted, accepted, closing, fault)
+
+
+@triton.jit
+@no_type_check
+def _judge(batch, out, req):
     drafted = drafted_of(batch, req)
     coins = at_once(uniform(req.seed, req.start, ACCEPT, drafted.i, 0))
     first = trials_of(req, 0)

@@ -23,14 +23,14 @@ LINE_OF_MEMORY: Final = 128
 _REQUEST: Final = ("DRAWN", "READ_DRAFT", "MAPPED", "KP")
 UNSEEN: Final = {
     "scan": (*_REQUEST, "NP", "TP", "NS"),
-    "settle": (*_REQUEST, "FILTERED"),
-    "settle_deep": (*_REQUEST, "FILTERED"),
-    "sift": (*_REQUEST, "FILTERED"),
+    "settle": (*_REQUEST, "FILTERED", "WARM"),
+    "settle_deep": (*_REQUEST, "FILTERED", "WARM"),
+    "sift": (*_REQUEST, "FILTERED", "WARM"),
     "token": ("NS",),
-    "coupled": ("DRAWN", "READ_DRAFT", "MAPPED", "NS"),
-    "block_walk": ("NS",),
-    "block_sums": ("NS",),
-    "block_close": ("NS",),
+    "coupled": ("DRAWN", "READ_DRAFT", "MAPPED", "WARM", "NS"),
+    "block_walk": ("WARM", "NS"),
+    "block_sums": ("WARM", "NS"),
+    "block_close": ("WARM", "NS"),
 }
 """Traits that a kernel does not look at, and is not compiled anew for: they are 0 for it."""
 
@@ -45,6 +45,7 @@ def traits_of(
     drawn: bool,
     measured: bool,
     filtered: bool,
+    warm: bool,
     edited: bool,
     masked: bool,
     mapped: bool,
@@ -62,6 +63,7 @@ def traits_of(
         DRAWN=drawn,
         READ_DRAFT=drawn and measured,
         FILTERED=filtered,
+        WARM=warm,
         EDITED=edited,
         MASKED=masked,
         MAPPED=mapped,
