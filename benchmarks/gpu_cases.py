@@ -6,7 +6,7 @@ import draftproof as dp
 
 K, V = 4, 128256
 BATCHES = (1, 8, 64, 256)
-COLD = 240e6  # bytes of input that a graph goes through at least: four times the L2
+COLD = 1.2e9  # bytes of input that a graph goes through at least: twenty times the L2
 WARM = dp.Sampling(temperature=0.8)
 SETTINGS: dict[str, dp.Sampling] = {
     "temperature": WARM,

@@ -50,6 +50,16 @@ SCANS = [
         (2, 0, 1, None), (2, 0, 1, 64),
     )
 ]  # fmt: skip
+MATCHES = [
+    *(
+        Variant("scan", (step, 1), warps, registers)
+        for step, warps, registers in (
+            (8, 4, None), (8, 4, 64), (8, 4, 56), (8, 4, 48), (8, 4, 40), (4, 4, None), (4, 2, None), (8, 8, None),
+        )
+    ),
+    Variant("scan", (8, 0), 4, None), Variant("scan", (8, 0), 4, 48),
+    *(Variant("token", (), warps) for warps in (1, 2, 4, 8)),
+]  # fmt: skip
 SETTLES = [
     Variant("settle", (), warps, registers)
     for warps, registers in ((8, 48), (8, 64), (8, 80), (8, None), (4, None), (16, None))
@@ -75,7 +85,7 @@ GROUPS = [
     Group("float32", "top-p 0.95", "token", False, (1, 8, 64, 256), [*SIFTS, *SETTLES[:2]]),
     Group("float32", "temperature", "token", False, (1, 8, 64, 256), [*SCANS, *TOKENS]),
     Group("bfloat16", "temperature", "token", False, (1, 8, 64, 256), SCANS),
-    Group("float32", "greedy", "token", False, (1, 8, 64), SCANS),
+    Group("float32", "greedy", "token", False, (1, 8, 64), MATCHES),
     Group("float32", "temperature", "block", False, (1, 64), BLOCKS),
     Group("bfloat16", FILTERS, "token", False, (1, 8, 64), SETTLES[:3]),
 ]

@@ -26,7 +26,7 @@ from draftproof.kernels.laws import (
 )
 from draftproof.kernels.layout import WEIGHT
 from draftproof.kernels.noise import ACCEPT, uniform
-from draftproof.kernels.numbers import draft_known, draft_numbers, line_of, target_known, target_numbers
+from draftproof.kernels.numbers import draft_known, draft_numbers, line_of, points_of, target_known, target_numbers
 from draftproof.kernels.request import request, warm
 from draftproof.kernels.residual import sum_written
 from draftproof.kernels.stations import NODES, coins_of, slopes_of, stations_of, stop_of
@@ -70,7 +70,7 @@ def block_walk(batch, out):
         accepted, fault = _where_to_stop(req, i, coins, weights, sure, faults)
         closing = tl.full((), -1, tl.int32)
     else:
-        accepted, closing, fault = greedy_match(batch, req, p, drafted.token)
+        accepted, closing, fault = greedy_match(batch, req, points_of(p), drafted.token)
         accepted = accepted.to(tl.int64)
     write(batch, out, req, drafted.token, accepted, closing, fault)
 

@@ -10,7 +10,7 @@ from draftproof.kernels.draws import chunk_masses
 from draftproof.kernels.laws import law_at, laws_of, target_probs
 from draftproof.kernels.layout import CHUNK, NO_TARGET_LAW
 from draftproof.kernels.noise import POSITION, exponential
-from draftproof.kernels.numbers import pick, target_known, target_settled
+from draftproof.kernels.numbers import pick, points_of, target_known, target_settled
 from draftproof.kernels.request import request
 from draftproof.kernels.verdict import drafted_tokens, greedy_match, write
 
@@ -34,7 +34,7 @@ def coupled(batch, out):
             drafted = tl.sum(tl.where(tl.arange(0, batch.traits.KP) == accepted, tokens, 0), 0)
             agreed = (accepted < req.length) & (closing == drafted) & (fault == 0)
     else:
-        accepted, closing, fault = greedy_match(batch, req, settled, tokens)
+        accepted, closing, fault = greedy_match(batch, req, points_of(settled), tokens)
     write(batch, out, req, tokens, accepted, closing, fault)
 
 

@@ -70,9 +70,9 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
         else:
             steps.append(bundle.step(settle_deep, (min(rows * B, PROCESSORS),), (), 16))
     out = (bundle.out,)
-    if call.rule == "coupled":
+    if call.rule == "coupled" and call.parameters.warm:
         return [*steps, bundle.step(coupled, (B,), out, 8)]
-    if call.rule == "token" or not call.weighs_draft:  # without a law of the draft the two rules are one
+    if call.rule != "block" or not call.weighs_draft:  # without a law of the draft the rules are one
         warps = 8 if call.parameters.warm else 4  # of greedy requests there is little to look at
         return [*steps, bundle.step(token, (B,), out, warps, ROOM if B > PROCESSORS else None)]
     return [
@@ -84,17 +84,20 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
 
 
 def _scan(call: Call, rows: int, bundle: Bundle) -> Step:
-    """Edits and a mask take more registers: as many as the compiler says."""
+    """Registers are limited where more programs find room then: not with edits or a mask, which take more of them."""
     grid = tiles(call.V), rows, call.B
-    large, narrow = call.B >= LARGE, call.target_logits.element_size() < 4
+    large, narrow, warm = call.B >= LARGE, call.target_logits.element_size() < 4, call.parameters.warm
     plain = call.edits is None and call.allowed is None
-    if not (large or narrow or call.ragged):
-        return bundle.step(scan, (grid[0], call.B, rows), (constant(PER_TILE), constant(1)), 4)
     if large and narrow:
         # logits of two bytes come in faster than few warps can add them up: each then works on its own, waits for none
         return bundle.step(scan, grid, (constant(2), constant(0)), 1)
-    limit = 48 if narrow else 56
-    return bundle.step(scan, grid, (constant(PER_TILE), constant(0)), 4, limit if plain else None)
+    if call.ragged or (narrow and warm):
+        limit = 48 if narrow else 56
+        return bundle.step(scan, grid, (constant(PER_TILE), constant(0)), 4, limit if plain else None)
+    # in two steps a greedy row takes registers so few that all programs of some requests find room at once
+    step = PER_TILE if warm or call.B == 1 else PER_TILE // 2
+    limit = 64 if warm and large and plain else None
+    return bundle.step(scan, (grid[0], call.B, rows), (constant(step), constant(1)), 4, limit)
 
 
 def _shares(call: Call) -> tuple[int, int]:

@@ -71,6 +71,24 @@ def target_numbers(batch, req, known, scale):
 
 @triton.jit
 @no_type_check
+def target_points(batch, req, known):
+    """Of a greedy request, the token that each of its target rows stands for [KP]; -1 where a row is no law."""
+    if batch.traits.FILTERED:
+        points = points_of(known)
+    else:
+        points = _points(known, tl.max(known.m, 1)).to(tl.int32)
+    return points
+
+
+@triton.jit
+@no_type_check
+def points_of(settled):
+    """The same, of greedy rows' numbers."""
+    return tl.where(settled.mass == settled.mass, settled.cutoff, -1.0).to(tl.int32)
+
+
+@triton.jit
+@no_type_check
 def draft_numbers(batch, req, known, scale):
     """The same of its draft rows."""
     i = tl.arange(0, batch.traits.KP)
@@ -137,11 +155,11 @@ def plain_numbers(tiles, there, temperature, scale, MAY_POINT: tl.constexpr):
     scale: 1 / temperature. MAY_POINT: whether they may be greedy.
     """
     peak = tl.max(tiles.m, 1)
-    sound = (peak > float("-inf")) & (peak < float("inf"))
+    sound = _sound(peak)
     cutoff = tl.full(peak.shape, float("-inf"), tl.float64)
     if MAY_POINT:
         if temperature == 0:
-            cutoff = _first(tiles, peak)
+            cutoff = _points(tiles, peak).to(tl.float64)
             base, mass = tl.zeros_like(cutoff), tl.where(cutoff >= 0, 1.0, float("nan")).to(tl.float64)
         else:
             base, mass = peak.to(tl.float64) * scale, _mass(tiles, peak, sound, scale)
@@ -161,10 +179,16 @@ def _mass(tiles, peak, sound, scale):
 
 @triton.jit
 @no_type_check
-def _first(tiles, peak):
-    """The first token that has the peak; negative where NaN is among the logits."""
+def _points(tiles, peak):
+    """The first token that has the peak; -1 where there is none that is finite, or NaN is among the logits."""
     candidates = tiles.inside & ((tiles.m == peak[:, None]) | (tiles.s < 0))
-    return tl.min(tl.where(candidates, tiles.s, 2.0**30), 1).to(tl.float64)
+    return tl.where(_sound(peak), tl.min(tl.where(candidates, tiles.s, 2.0**30), 1), -1.0)
+
+
+@triton.jit
+@no_type_check
+def _sound(peak):
+    return (peak > float("-inf")) & (peak < float("inf"))
 
 
 @triton.jit

@@ -16,7 +16,15 @@ from draftproof.kernels.early import at_once
 from draftproof.kernels.laws import drafted_of, law_of_base, law_of_peak
 from draftproof.kernels.layout import NO_DRAFT_LAW, NO_SUCH_TOKEN, NO_TARGET_LAW
 from draftproof.kernels.noise import ACCEPT, uniform
-from draftproof.kernels.numbers import Settled, draft_known, draft_numbers, target_known, target_numbers
+from draftproof.kernels.numbers import (
+    Settled,
+    draft_known,
+    draft_numbers,
+    points_of,
+    target_known,
+    target_numbers,
+    target_points,
+)
 from draftproof.kernels.request import request, wanted, warm
 from draftproof.kernels.verdict import drafted_tokens, greedy_match, write
 
@@ -39,8 +47,8 @@ def _match(batch, out, req):
     drafted = drafted_tokens(batch, req)
     if batch.traits.OVERLAP:
         cuda.gdc_wait()
-    p = target_numbers(batch, req, target_known(batch, req), tl.full((), 1.0, tl.float64))
-    accepted, closing, fault = greedy_match(batch, req, p, drafted)
+    points = target_points(batch, req, target_known(batch, req))
+    accepted, closing, fault = greedy_match(batch, req, points, drafted)
     write(batch, out, req, drafted, accepted, closing, fault)
 
 
@@ -70,7 +78,7 @@ def _judge(batch, out, req):
             p_law, q_law = _laws(batch, req, scales, stop)
             closing = thin(batch, req, accepted, stop.drafted, p_law, q_law, stats, trials)
     else:
-        accepted, closing, fault = greedy_match(batch, req, p, drafted.token)
+        accepted, closing, fault = greedy_match(batch, req, points_of(p), drafted.token)
     write(batch, out, req, drafted.token, accepted, closing, fault)
 
 

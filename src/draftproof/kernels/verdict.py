@@ -18,15 +18,18 @@ def drafted_tokens(batch, req):
 
 @triton.jit
 @no_type_check
-def greedy_match(batch, req, p, tokens):
+def greedy_match(batch, req, points, tokens):
     """Twin: any exact rule on point masses: kept is what equals the argmax, and the next argmax closes."""
     i = tl.arange(0, batch.traits.KP)
-    point, mass = tl.where(i <= req.length, p.cutoff, -1.0).to(tl.int32), p.mass
-    missed = (i < req.length) & ~((tokens.to(tl.int32) == point) & (mass == mass))
-    accepted = tl.min(tl.where(missed, i, req.length), 0)
-    closing = tl.sum(tl.where(i == accepted, point, 0), 0)
-    sound = tl.sum(tl.where(i == accepted, mass, 0.0), 0) == 1
-    return accepted, tl.where(sound, closing, -1), tl.where(sound, 0, NO_TARGET_LAW)
+    kept = (i < req.length) & (points >= 0) & (tokens == points)
+    accepted, closing = tl.reduce((tl.where(kept, batch.traits.KP, i), points), 0, _earlier)
+    return accepted, closing, tl.where(closing >= 0, 0, NO_TARGET_LAW)
+
+
+@triton.jit
+@no_type_check
+def _earlier(at, point, other, another):
+    return tl.minimum(at, other), tl.where(at < other, point, another)
 
 
 @triton.jit
