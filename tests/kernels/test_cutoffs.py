@@ -5,10 +5,11 @@ import torch
 
 import draftproof as dp
 from draftproof.kernels import Parameters, Workspace, launch, verify_rows
-from draftproof.kernels.workspace import FEW, MEASURED, NUMBERS, PARTS, PIVOTS, ROUNDS, chunks
+from draftproof.kernels.cutoff import LINES
+from draftproof.kernels.workspace import FEW, MEASURED, NUMBERS, PARTS, PER_CHUNK, PIVOTS, ROUNDS, chunks
 
 S = dp.Sampling
-V = 3000
+V = 9000
 
 
 def rows(flat: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -52,8 +53,8 @@ def test_deep_nuclei_are_cut_by_all_programs_together(kind, together, device):
     logits[:, :, 0] = 3.0
     workspace = settled(logits.to(device), S(temperature=0.8, top_p=0.9))
     assert workspace.work[FEW + 1] == 2
-    left = workspace.parts[: 2 * MEASURED].view(2, MEASURED)[:, ROUNDS * PIVOTS * PARTS :].view(2, 3, PARTS)
-    counts, least, most = left[:, :, : chunks(V)].unbind(1)
+    left = workspace.parts[: 2 * MEASURED].view(2, MEASURED)[:, ROUNDS * PIVOTS :].view(2, 3, PARTS)
+    counts, least, most = left[:, :, : -(-chunks(V) * PER_CHUNK // LINES.value)].unbind(1)
     few = counts.amax(1) <= FEW / PARTS
     assert (few | (least.amin(1) == most.amax(1))).tolist() == [bool(together)] * 2
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from draftproof.kernels.exponent import power, slope_of
-from draftproof.kernels.layout import PER_CHUNK, QUEUE, SLICE, WORK
+from draftproof.kernels.layout import MEASURED, PER_CHUNK, QUEUE, SLICE, WORK
 from draftproof.kernels.request import chunks_of, law_row, request, whole
 from draftproof.kernels.rows import dressed, law_parts, law_slices
 
@@ -31,6 +31,13 @@ class Place(NamedTuple):
 def line_of_work(batch, line):
     """A law row's own memory (`draftproof.kernels.layout`)."""
     return batch.work + line * (chunks_of(batch) * PER_CHUNK + WORK)
+
+
+@triton.jit
+@no_type_check
+def line_of_parts(batch, line):
+    """What is known of its parts."""
+    return batch.parts + line * MEASURED
 
 
 @triton.jit

@@ -18,9 +18,11 @@ from draftproof.kernels.orders import key, value
 from draftproof.kernels.request import law_row
 from draftproof.kernels.settle import filters_of, write_row
 from draftproof.kernels.shortlist import cut, gather, listed
+from draftproof.kernels.sums import part_of
 from draftproof.kernels.summary import bound_of, floor_of, masses_of, summary_of
 
 PIVOTS = tl.constexpr(8)
+MOST_LOGITS = tl.constexpr(2.0**20)  # of a row, by far
 NEAR = tl.constexpr(0.01)  # exponents between what a sample tells and the innermost pivots
 
 
@@ -86,7 +88,8 @@ def _search(batch, req, place, low, k, top_p, total):
     cutoff, searching = low, place.count > 0
     places = line_of_work(batch, law_row(req, place.row))
     while searching:
-        span, goal = _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass)
+        most = tl.where(by_mass, total, MOST_LOGITS)
+        span, goal = _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass, most)
         guess, near = _between(place, span, goal)
         closed = span.last - span.first <= 1
         if closed | (_number(place, span, by_mass) <= FEW):
@@ -115,13 +118,14 @@ def _number(place, span, by_mass):
 
 @triton.jit
 @no_type_check
-def _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass):
-    """Borders closer to each other, by one pass over the row; and the goal, if that was not known."""
+def _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass, most):
+    """Borders closer to each other, by one pass over the row, in which nothing measures more than `most`; and the goal,
+    if that was not known."""
     first = span.first
     if by_mass:  # what lies lower has no mass in float64
         first = tl.maximum(first, key(place.peak - 800.0 / place.scale.to(tl.float32)).to(tl.int64))
     pivots = _pivots(first, span.last, guess, near)
-    upto = measured(batch, req, place, value(pivots), by_mass, LINES)
+    upto = measured(batch, req, place, value(pivots), by_mass, most) * part_of(most)
     lowest = tl.max(tl.where(pivots == first, upto, 0.0), 0)
     goal = tl.where(goal < 0, top_p * lowest, goal)
     enough = (upto >= goal) | (pivots == first)  # the cutoff does not lie under these

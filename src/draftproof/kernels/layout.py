@@ -68,11 +68,11 @@ FEW = tl.constexpr(_FEW)
 QUEUE = tl.constexpr(_FEW)  # of line n: the n-th row in the queue
 QUEUED = tl.constexpr(_FEW + 1)  # of line 0: how many are in it
 
-# Workspace.parts, float64, one line a law row: what reaches PIVOTS numbers by part, for each round; of each part how
+# Workspace.parts, float64, one line a law row: what reaches PIVOTS numbers, for each round; of each part how
 # many logits are left, the least and the largest of them
 MEASURED = tl.constexpr(_MEASURED)
 PARTS = tl.constexpr(_PARTS)
 PIVOTS = tl.constexpr(_PIVOTS)
-COUNTS = tl.constexpr(_ROUNDS * _PIVOTS * _PARTS)
+COUNTS = tl.constexpr(_ROUNDS * _PIVOTS)
 LEAST = tl.constexpr(COUNTS.value + _PARTS)
 MOST = tl.constexpr(LEAST.value + _PARTS)

@@ -5,11 +5,14 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from draftproof.kernels.cutoff import answer, ask, ask_parts
+from draftproof.kernels.cutoff import LINES, answer, ask, ask_parts
 from draftproof.kernels.exponent import near_exp2, slope_of
+from draftproof.kernels.layout import SLICE
+from draftproof.kernels.sums import add_to, in_parts, no_sums
 
 SAMPLE = tl.constexpr(32)  # slices
 STEPS = tl.constexpr(6)  # of a search in a sample: four numbers are tried at a time, which takes as long as one
+EACH = tl.constexpr(8)  # logits that one of 16 warps' threads has of LINES slices
 FAR = tl.constexpr(60.0)  # exponents under the peak: what lies further down is rarely looked for
 
 
@@ -67,19 +70,22 @@ def _counted(x, w, border, by_mass):
 
 @triton.jit
 @no_type_check
-def measured(batch, req, place, borders, by_mass, LINES: tl.constexpr):
-    """How much, float64, reaches each of `borders` [P]. One pass over the slices of a place, LINES at a time.
+def measured(batch, req, place, borders, by_mass, most):
+    """How much reaches each of `borders` [P], in parts of `most` (`draftproof.kernels.sums`), which no sum exceeds. One
+    pass over the slices of a place that begins at a multiple of LINES.
 
-    Each thread adds up its own logits, and only the last sums cross from thread to thread.
+    Each thread adds up its own logits, and only the last sums cross from thread to thread. The few that it adds up
+    before they are made whole numbers are the same wherever the place begins and ends.
     """
-    WIDTH: tl.constexpr = batch.traits.SEGMENT
-    sums = tl.zeros([borders.shape[0], LINES, WIDTH], tl.float32)
+    P: tl.constexpr = borders.shape[0]
+    N: tl.constexpr = LINES * SLICE
     lines = tl.arange(0, LINES)
+    sums = no_sums(P, N // EACH)
     which, raw = ask(batch, req, place, lines)
     for n in range(0, place.count, LINES):
         ahead = ask(batch, req, place, n + LINES + lines)
-        x = answer(batch, req, place, which, raw)
-        w = weights(x, place, by_mass)
-        sums += tl.sum(tl.where(x[None] >= borders[:, None, None, None], w[None], 0.0), 3)
+        x = tl.reshape(answer(batch, req, place, which, raw), (1, N))  # so that a thread has all borders' of its own
+        here = tl.where(x >= borders[:, None], weights(x, place, by_mass), 0.0)
+        sums = add_to(sums, tl.sum(tl.reshape(here, (P, N // EACH, EACH)), 2), most)
         which, raw = ahead
-    return tl.sum(tl.sum(sums.to(tl.float64), 2), 1)
+    return in_parts(sums)

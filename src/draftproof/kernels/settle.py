@@ -12,10 +12,20 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.cutoff import LINES, Place, clear_sums, line_of_work, list_slices, masked_sums, write_sums
+from draftproof.kernels.cutoff import (
+    LINES,
+    Place,
+    clear_sums,
+    line_of_parts,
+    line_of_work,
+    list_slices,
+    masked_sums,
+    write_sums,
+)
 from draftproof.kernels.early import at_once
 from draftproof.kernels.layout import (
     BASE,
+    COUNTS,
     CUTOFF,
     DRAFT_SIDE,
     FLOAT_COLUMNS,
@@ -165,5 +175,6 @@ def _leave(batch, req, row, filters, peak, scale, total, low):
         tl.store(known + GUESS, guess.to(tl.float64))
         tl.store(known + TOTAL, total)
         tl.store(known + PEAK, peak.to(tl.float64))
+        tl.store(line_of_parts(batch, line) + tl.arange(0, COUNTS), tl.zeros([COUNTS], tl.float64))
     n = tl.atomic_add(line_of_work(batch, 0) + QUEUED, 1.0)
     tl.store(line_of_work(batch, n.to(tl.int64)) + QUEUE, line.to(tl.float32))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.cutoff import Place, answer, ask, line_of_work, masked_sums, queued_row
+from draftproof.kernels.cutoff import LINES, Place, answer, ask, line_of_parts, line_of_work, masked_sums, queued_row
 from draftproof.kernels.deep import settle_row
 from draftproof.kernels.layout import (
     COUNTS,
@@ -21,7 +21,6 @@ from draftproof.kernels.layout import (
     GUESS,
     LEAST,
     LOW,
-    MEASURED,
     MOST,
     PARTS,
     PEAK,
@@ -32,13 +31,13 @@ from draftproof.kernels.layout import (
 )
 from draftproof.kernels.measure import bottom_of, measured
 from draftproof.kernels.numbers import line_of
-from draftproof.kernels.request import law_row
+from draftproof.kernels.request import chunks_of, law_row
 from draftproof.kernels.settle import filters_of, write_row
 from draftproof.kernels.shortlist import cut, gather
+from draftproof.kernels.sums import part_of
 
 LAST = tl.constexpr(3)  # round
 EACH = tl.constexpr(FEW.value // PARTS.value)  # logits that a part may have left
-SPREAD = tl.constexpr(512)  # sums that the threads keep for each pivot
 EVEN = tl.constexpr(4)  # pivots all over the row, should the guess be wrong
 NEAR = 0.01  # exponents between the guess and the innermost pivots
 WIDER = tl.constexpr(0.85)  # log2 of how much further apart each pair is from the next than from the one before
@@ -46,10 +45,12 @@ UNIT = tl.constexpr(NEAR / (2**WIDER.value - 1))
 
 
 class Note(NamedTuple):
-    """What `settle` knew: the cutoff is not under `low` and may be near `guess`; the mass it has to reach."""
+    """What `settle` knew: the cutoff is not under `low` and may be near `guess`; the row's mass, and what of it has to be
+    reached."""
 
     low: Any
     guess: Any
+    total: Any
     goal: Any
 
 
@@ -68,35 +69,37 @@ def sift(batch, ROUND: tl.constexpr):
     if batch.traits.OVERLAP:
         cuda.gdc_launch_dependents()  # they wait for the end of this, and are there when it comes
         cuda.gdc_wait()
-    count = tl.load(line_of_work(batch, 0) + QUEUED).to(tl.int32) * PARTS
+    parts = _parts_of(batch)
+    count = tl.load(line_of_work(batch, 0) + QUEUED).to(tl.int32) * parts
     each = tl.cdiv(count, tl.num_programs(0))  # one behind the other: what parts of a row share is worked out once
     n = tl.program_id(0) * each
     end = tl.minimum(n + each, count)
     while n < end:
-        queued = n // PARTS
+        queued = n // parts
         req, row = queued_row(batch, queued)
         filters = filters_of(batch, req, row)
-        first, behind = n % PARTS, tl.minimum(end - queued * PARTS, PARTS)
+        first, behind = n % parts, tl.minimum(end - queued * parts, parts)
         nucleus = (filters.k == 0) & (filters.top_p < 1)
         left = not nucleus
-        if nucleus & (first < _parts_of(req)):
-            left = _sift_parts(batch, req, row, first, tl.minimum(behind, _parts_of(req)), filters, ROUND)
+        if nucleus:
+            left = _sift_parts(batch, req, row, first, behind, filters, ROUND)
         if ROUND == LAST and left & (first == 0):
             settle_row(batch, req, row)
-        n = queued * PARTS + behind
+        n = queued * parts + behind
 
 
 @triton.jit
 @no_type_check
 def _sift_parts(batch, req, row, first, behind, filters, ROUND: tl.constexpr):
     """The parts of a row from `first` to `behind`. Returns, in the last round, whether the row is left unsettled."""
-    LINES: tl.constexpr = SPREAD // batch.traits.SEGMENT
     known = line_of(batch, req, row)
-    place = _place(req, row, first, behind, tl.load(known + PEAK).to(tl.float32), 1.0 / filters.temperature)
+    place = _place(batch, req, row, first, behind, tl.load(known + PEAK).to(tl.float32), 1.0 / filters.temperature)
+    total = tl.load(known + TOTAL)
     note = Note(
         low=tl.load(known + LOW).to(tl.float32),
         guess=tl.load(known + GUESS).to(tl.float32),
-        goal=filters.top_p * tl.load(known + TOTAL),
+        total=total,
+        goal=filters.top_p * total,
     )
     span = Span(low=note.low, high=float("inf") + tl.zeros((), tl.float32), above=tl.zeros((), tl.float64))
     pivots = _around(place, note)
@@ -106,31 +109,36 @@ def _sift_parts(batch, req, row, first, behind, filters, ROUND: tl.constexpr):
     if ROUND > 1:
         span = _narrowed(batch, req, row, span, pivots, note, 1)
     left = first < 0
-    if ROUND == LAST:
-        left = not _close(batch, req, place, first, span, note, LINES)
-    else:
+    if ROUND < 2:
+        upto = measured(batch, req, place, pivots, row >= 0, note.total)
+        tl.atomic_add(_line(batch, req, row) + ROUND * PIVOTS + tl.arange(0, PIVOTS), upto, sem="relaxed")
+    elif ROUND == 2:
         for part in range(first, behind):
-            piece = _place(req, row, part, part + 1, place.peak, place.scale)
-            if ROUND == 2:
-                _list(batch, req, piece, part, span, LINES)
-            else:
-                upto = measured(batch, req, piece, pivots, row >= 0, LINES)
-                tl.store(_line(batch, req, row) + (ROUND * PARTS + part) * PIVOTS + tl.arange(0, PIVOTS), upto)
+            _list(batch, req, _place(batch, req, row, part, part + 1, place.peak, place.scale), part, span)
+    else:
+        left = not _close(batch, req, place, first, span, note)
     return left
 
 
 @triton.jit
 @no_type_check
-def _parts_of(req):
-    """How many parts of a row have anything in them."""
-    return tl.cdiv(req.C, tl.cdiv(req.C, PARTS))
+def _parts_of(batch):
+    """How many parts a row has, PARTS at most."""
+    return tl.cdiv(chunks_of(batch) * PER_CHUNK, _each(batch))
 
 
 @triton.jit
 @no_type_check
-def _place(req, row, first, behind, peak, scale):
-    """Parts of a row: so many of its chunks each, one behind the other."""
-    each = tl.cdiv(req.C, PARTS) * PER_CHUNK
+def _each(batch):
+    """Slices in a part: a multiple of those that are measured at a time."""
+    return tl.cdiv(chunks_of(batch) * PER_CHUNK, PARTS * LINES) * LINES
+
+
+@triton.jit
+@no_type_check
+def _place(batch, req, row, first, behind, peak, scale):
+    """Parts of a row, one behind the other."""
+    each = _each(batch)
     begin, end = first * each, tl.minimum(behind * each, req.C * PER_CHUNK)
     return Place(row=row, first=begin, count=tl.maximum(end - begin, 0), listed=0, peak=peak, scale=scale)
 
@@ -138,7 +146,7 @@ def _place(req, row, first, behind, peak, scale):
 @triton.jit
 @no_type_check
 def _line(batch, req, row):
-    return batch.parts + law_row(req, row) * MEASURED
+    return line_of_parts(batch, law_row(req, row))
 
 
 @triton.jit
@@ -170,9 +178,7 @@ def _between(place, span):
 def _narrowed(batch, req, row, span, pivots, note, ROUND: tl.constexpr):
     """Borders closer to each other, by what a round has measured. Sums of the same logits rise and fall together:
     where a lower pivot's does not reach the goal, no higher one's does."""
-    part = tl.arange(0, PARTS)[:, None]
-    places = (ROUND * PARTS + part) * PIVOTS + tl.arange(0, PIVOTS)[None, :]
-    upto = tl.sum(tl.load(_line(batch, req, row) + places, mask=part < _parts_of(req), other=0.0), 0)
+    upto = tl.load(_line(batch, req, row) + ROUND * PIVOTS + tl.arange(0, PIVOTS)) * part_of(note.total)
     enough = (upto >= note.goal) | (pivots <= span.low)
     low, high = tl.max(tl.where(enough, pivots, span.low), 0), tl.min(tl.where(enough, span.high, pivots), 0)
     above = tl.where(high == span.high, span.above, tl.max(tl.where(pivots == high, upto, 0.0), 0))
@@ -181,7 +187,7 @@ def _narrowed(batch, req, row, span, pivots, note, ROUND: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _list(batch, req, place, part, span, LINES: tl.constexpr):
+def _list(batch, req, place, part, span):
     """Write down a part's logits between the borders, EACH at most, how many there are, the least and the largest."""
     places = line_of_work(batch, law_row(req, place.row)) + part * EACH
     found = gather(batch, req, place, span.low, span.high, places, EACH, False)
@@ -189,7 +195,7 @@ def _list(batch, req, place, part, span, LINES: tl.constexpr):
     least = tl.min(tl.load(places + n, mask=n < found, other=float("inf")), 0)
     most = tl.max(tl.load(places + n, mask=n < found, other=float("-inf")), 0)
     if found > EACH:
-        least, most = _extremes(batch, req, place, span, LINES)
+        least, most = _extremes(batch, req, place, span)
     known = _line(batch, req, place.row) + part
     tl.store(known + COUNTS, found.to(tl.float64))
     tl.store(known + LEAST, least.to(tl.float64))
@@ -198,7 +204,7 @@ def _list(batch, req, place, part, span, LINES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _extremes(batch, req, place, span, LINES: tl.constexpr):
+def _extremes(batch, req, place, span):
     least, most = tl.full((), float("inf"), tl.float32), tl.full((), float("-inf"), tl.float32)
     for n in range(0, place.count, LINES):
         which, raw = ask(batch, req, place, n + tl.arange(0, LINES))
@@ -211,11 +217,11 @@ def _extremes(batch, req, place, span, LINES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _close(batch, req, place, first, span, note, LINES: tl.constexpr):
+def _close(batch, req, place, first, span, note):
     """Cut among what is left of all parts, and put the sums of these right. Where too many are left, they must be all
     equal, as logits of two bytes often are: else nothing is done. Returns whether it was."""
     part = tl.arange(0, PARTS)
-    known, there = _line(batch, req, place.row) + part, part < _parts_of(req)
+    known, there = _line(batch, req, place.row) + part, part < _parts_of(batch)
     counts = tl.load(known + COUNTS, mask=there, other=0.0).to(tl.int32)
     few = tl.max(counts, 0) <= EACH
     least = tl.min(tl.load(known + LEAST, mask=there, other=float("inf")), 0).to(tl.float32)

@@ -26,10 +26,10 @@ WORK: Final = FEW + 2
 PARTS: Final = 32
 PIVOTS: Final = 16
 ROUNDS: Final = 2
-"""Pieces of a row that are measured side by side; how many numbers each is measured with, and how often."""
+"""Pieces of a row that are measured side by side, at most; how many numbers it is measured with, and how often."""
 
-MEASURED: Final = (ROUNDS * PIVOTS + 3) * PARTS
-"""Places a law row has for what its parts measured."""
+MEASURED: Final = ROUNDS * PIVOTS + 3 * PARTS
+"""Places a law row has for what was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,67 @@
+"""Sums of many float32 numbers as sums of whole ones: no order of additions matters, and they take one step where those
+of float64 numbers take ten.
+
+What is summed is first turned into parts of the largest sum there can be, 2⁻⁴⁰ of it or less: as numbers of UNITS, and
+what is left of each in parts of a unit.
+"""
+
+from typing import Any, NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+
+UNITS = tl.constexpr(2.0**22)  # that the largest sum has at most, and half as many at least
+PARTS = tl.constexpr(18)  # of a unit, log2
+WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float32 number that is added to it is rounded to a whole one
+WHOLE_BITS = tl.constexpr(0x4B400000)
+EXPONENT = tl.constexpr(0x7F800000)  # all that a power of 2 has of a float32's bits
+INVERSE = tl.constexpr(254 << 23)  # these of a power of 2 and of its inverse, added up
+
+
+class Sums(NamedTuple):
+    """Of each thread's own: units, and parts of units, which may be less than none."""
+
+    units: Any
+    parts: Any
+
+
+@triton.jit
+@no_type_check
+def no_sums(P: tl.constexpr, N: tl.constexpr):
+    return Sums(units=tl.zeros([P, N], tl.int32), parts=tl.zeros([P, N], tl.int32))
+
+
+@triton.jit
+@no_type_check
+def add_to(sums, x, most):
+    """The sums with x added, float32 numbers that are not negative; no sum of all is ever more than `most`."""
+    unit = _bits_of_unit(most).to(tl.float32, bitcast=True)
+    units = tl.fma(x, unit, WHOLE)
+    parts = tl.fma(tl.fma(x, unit, -(units - WHOLE)), 2.0**PARTS, WHOLE)
+    return Sums(
+        units=sums.units + (units.to(tl.int32, bitcast=True) - WHOLE_BITS),
+        parts=sums.parts + (parts.to(tl.int32, bitcast=True) - WHOLE_BITS),
+    )
+
+
+@triton.jit
+@no_type_check
+def in_parts(sums):
+    """All threads' together [P], in parts: whole numbers as float64, which are exact."""
+    units = tl.sum(sums.units + (sums.parts >> PARTS), 1)
+    parts = tl.sum(sums.parts & (2**PARTS - 1), 1)  # of each thread less than a unit: all of them find room in 32 bits
+    return units.to(tl.float64) * 2.0**PARTS + parts.to(tl.float64)
+
+
+@triton.jit
+@no_type_check
+def part_of(most):
+    """What a part is worth, float64."""
+    return (-_bits_of_unit(most) + INVERSE).to(tl.float32, bitcast=True).to(tl.float64) * 2.0**-PARTS
+
+
+@triton.jit
+@no_type_check
+def _bits_of_unit(most):
+    """A power of 2: that many units of 1."""
+    return (tl.full((), UNITS, tl.float32) / most.to(tl.float32)).to(tl.int32, bitcast=True) & EXPONENT
