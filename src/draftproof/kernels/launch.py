@@ -28,10 +28,6 @@ itself, and all its registers."""
 CROWDED: Final = 80
 """Registers of a thread of `settle` where several programs share a processor. At most as many in `block_sums`."""
 
-IN_TURN: Final = 2
-"""Pieces of float32 logits that a program of `block_sums` reads one behind the other in a large batch; of narrower ones
-as many bytes."""
-
 FILL: Final = 1024
 """Programs of `block_sums` that find room on a device, about: in small batches nodes are summed side by side."""
 
@@ -92,8 +88,7 @@ def _scan(call: Call, rows: int, bundle: Bundle) -> Step:
         # logits of two bytes come in faster than few warps can add them up: each then works on its own, waits for none
         return bundle.step(scan, grid, (constant(2), constant(0)), 1)
     if call.ragged or (narrow and warm):
-        limit = 48 if narrow else 56
-        return bundle.step(scan, grid, (constant(PER_TILE), constant(0)), 4, limit if plain else None)
+        return bundle.step(scan, grid, (constant(PER_TILE), constant(0)), 4, (48 if narrow else 56) if plain else None)
     # in two steps a greedy row takes registers so few that all programs of some requests find room at once
     step = PER_TILE if warm or call.B == 1 else PER_TILE // 2
     limit = 64 if warm and large and plain else None
@@ -103,7 +98,7 @@ def _scan(call: Call, rows: int, bundle: Bundle) -> Step:
 def _shares(call: Call) -> tuple[int, int]:
     """Into how many parts rows are split, and how many of a request's nodes are summed side by side."""
     pieces = -(-chunks(call.V) // PIECE.value)
-    in_turn = max(1, min(call.B // LARGE, IN_TURN * 4 // call.target_logits.element_size()))
+    in_turn = 1 if call.B < LARGE else 4 // call.target_logits.element_size()  # pieces that one program reads
     parts = -(-pieces // in_turn)
     return parts, max(1, min(call.K, FILL // (parts * call.B)))
 

@@ -73,7 +73,7 @@ def target_numbers(batch, req, known, scale):
 @no_type_check
 def target_points(batch, req, known):
     """Of a greedy request, the token that each of its target rows stands for [KP]; -1 where a row is no law."""
-    if batch.traits.FILTERED:
+    if batch.traits.FILTERED:  # noqa: SIM108  (only one of them is compiled)
         points = points_of(known)
     else:
         points = _points(known, tl.max(known.m, 1)).to(tl.int32)

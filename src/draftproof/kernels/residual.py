@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
+from draftproof.kernels.cutoff import NOWHERE
 from draftproof.kernels.draws import tokens_of
 from draftproof.kernels.exponent import LOG2_E, near_exp2, power
 from draftproof.kernels.laws import draft_line_of, excess, written_numbers
@@ -90,8 +91,19 @@ def _sum_plain(batch, req, at, first, stride, CHUNKS: tl.constexpr):
 def _piece(batch, req, at, n, CHUNKS: tl.constexpr):
     """Logits of both rows in piece n, of which there may be none."""
     begin = _slices(n, CHUNKS) * SLICE
+    if batch.traits.FILTERED:  # where p has nothing, no more is missing: of most slices, which are not read
+        begin = tl.where(_has_mass(batch, req, at, _slices(n, CHUNKS)), begin, NOWHERE * SLICE)
     x = whole_slices(target_row(batch, req, at), begin, batch.sizes.V, batch.traits.SEGMENT)
     return x, whole_slices(draft_row(batch, req, at), begin, batch.sizes.R, batch.traits.SEGMENT)
+
+
+@triton.jit
+@no_type_check
+def _has_mass(batch, req, at, which):
+    """Whether p gives anything to slices of a row."""
+    count = req.C * PER_CHUNK
+    masses = batch.slices + (law_row(req, at) * 2 + 1) * count
+    return tl.load(masses + which, mask=which < count, other=0.0) > 0
 
 
 @triton.jit

@@ -45,8 +45,8 @@ UNIT = tl.constexpr(NEAR / (2**WIDER.value - 1))
 
 
 class Note(NamedTuple):
-    """What `settle` knew: the cutoff is not under `low` and may be near `guess`; the row's mass, and what of it has to be
-    reached."""
+    """What `settle` knew: the cutoff is not under `low` and may be near `guess`; the mass of all, and what has to be
+    reached of it."""
 
     low: Any
     guess: Any
@@ -111,7 +111,7 @@ def _sift_parts(batch, req, row, first, behind, filters, ROUND: tl.constexpr):
     left = first < 0
     if ROUND < 2:
         upto = measured(batch, req, place, pivots, row >= 0, note.total)
-        tl.atomic_add(_line(batch, req, row) + ROUND * PIVOTS + tl.arange(0, PIVOTS), upto, sem="relaxed")
+        tl.atomic_add(_sums(batch, req, row, ROUND), upto, sem="relaxed")
     elif ROUND == 2:
         for part in range(first, behind):
             _list(batch, req, _place(batch, req, row, part, part + 1, place.peak, place.scale), part, span)
@@ -151,6 +151,14 @@ def _line(batch, req, row):
 
 @triton.jit
 @no_type_check
+def _sums(batch, req, row, ROUND: tl.constexpr):
+    """Where what reaches the pivots of a round is added up, whole numbers."""
+    sums = _line(batch, req, row) + ROUND * PIVOTS + tl.arange(0, PIVOTS)
+    return sums.to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
+@no_type_check
 def _around(place, note):
     """The first pivots: the lowest possible cutoff, some all over the row, and pairs ever further from the guess."""
     p = tl.arange(0, PIVOTS)
@@ -178,7 +186,7 @@ def _between(place, span):
 def _narrowed(batch, req, row, span, pivots, note, ROUND: tl.constexpr):
     """Borders closer to each other, by what a round has measured. Sums of the same logits rise and fall together:
     where a lower pivot's does not reach the goal, no higher one's does."""
-    upto = tl.load(_line(batch, req, row) + ROUND * PIVOTS + tl.arange(0, PIVOTS)) * part_of(note.total)
+    upto = tl.load(_sums(batch, req, row, ROUND)).to(tl.float64) * part_of(note.total)
     enough = (upto >= note.goal) | (pivots <= span.low)
     low, high = tl.max(tl.where(enough, pivots, span.low), 0), tl.min(tl.where(enough, span.high, pivots), 0)
     above = tl.where(high == span.high, span.above, tl.max(tl.where(pivots == high, upto, 0.0), 0))

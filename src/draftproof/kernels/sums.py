@@ -47,10 +47,10 @@ def add_to(sums, x, most):
 @triton.jit
 @no_type_check
 def in_parts(sums):
-    """All threads' together [P], in parts: whole numbers as float64, which are exact."""
+    """All threads' together [P], in parts, int64."""
     units = tl.sum(sums.units + (sums.parts >> PARTS), 1)
     parts = tl.sum(sums.parts & (2**PARTS - 1), 1)  # of each thread less than a unit: all of them find room in 32 bits
-    return units.to(tl.float64) * 2.0**PARTS + parts.to(tl.float64)
+    return (units.to(tl.int64) << PARTS) + parts
 
 
 @triton.jit
