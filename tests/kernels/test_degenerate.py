@@ -43,6 +43,15 @@ def test_one_possible_token(rule, device):
     assert_equal(replace(given, target=target), rule)
 
 
+@pytest.mark.parametrize("other", [S(temperature=0.0), S()])
+def test_a_token_that_ends_in_the_bits_of_the_argmax_is_not_the_argmax(other, device):
+    given = make([S(temperature=0.0), other], V=600, K=1, device=device, ragged=False).chosen()
+    tokens = given.target[:, :1].argmax(-1)
+    assert kernel(replace(given, tokens=tokens), "token").accepted[0] == 1
+    tokens[0] += 2**32
+    assert kernel(replace(given, tokens=tokens), "token").accepted[0] == 0
+
+
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_drafter_equal_to_the_target_keeps_everything(rule, device):
     given = make([S(temperature=0.8)] * 3, V=600, device=device, ragged=False)
