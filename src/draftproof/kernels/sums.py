@@ -1,8 +1,8 @@
 """Sums of many float32 numbers as sums of whole ones: no order of additions matters, and they take one step where those
 of float64 numbers take ten.
 
-What is summed is first turned into parts of 2⁻⁴⁰ to 2⁻³⁹ of the largest sum there can be: in units of 2¹⁸ parts, and what
-is left of each in parts. A power of 2 makes them, so that nothing is rounded but to a whole part.
+What is summed is first turned into parts of 2⁻⁴⁰ to 2⁻³⁹ of the largest sum there can be: in units of 2¹⁸ parts, and
+what is left of each in parts. A power of 2 makes them, so that nothing is rounded but to a whole part.
 """
 
 from typing import Any, NamedTuple, no_type_check
