@@ -22,7 +22,7 @@ from draftproof.kernels import Workspace
 from draftproof.kernels.call import Call
 from draftproof.kernels.launch import plan
 from draftproof.kernels.steps import Step, run_all
-from gpu_cases import SETTINGS, K, V
+from gpu_cases import BATCHES, SETTINGS, K, V
 from gpu_compile import PROCESSES, compile_part, side_by_side
 from gpu_inputs import Inputs, drawn
 from verify_gpu import cold_sets, median_of_replays, pool, prepared
@@ -125,7 +125,7 @@ def all_plans(groups: list[Group]) -> Iterator[list[Step]]:
     one = torch.ones(1, dtype=torch.long, device="cuda")
     for group in groups:
         x = torch.zeros(1, K + 1, V, dtype=getattr(torch, group.dtype), device="cuda")
-        for B in (1, 64, 256):
+        for B in BATCHES:
             given = Inputs(x.expand(B, -1, -1), x[:, :K].expand(B, -1, -1), one.expand(B, K).contiguous(),
                            *(one.repeat(B) for _ in range(3)))  # fmt: skip
             workspace = Workspace.empty(B, K, V, "cuda")

@@ -192,7 +192,7 @@ def plans_of(cases: list[Case]) -> Iterator[list[Step]]:
     one = torch.ones(1, dtype=torch.long, device="cuda")
     for case in cases:
         x = torch.zeros(1, K + 1, V, dtype=getattr(torch, case.dtype), device="cuda")
-        for B in (1, 64, 256):
+        for B in BATCHES:
             given = Inputs(x.expand(B, -1, -1), x[:, :K].expand(B, -1, -1), one.expand(B, K).contiguous(),
                            *(one.repeat(B) for _ in range(3)))  # fmt: skip
             samplings, drafts = sampling_of(case, B)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from draftproof.kernels.sums import add_to, in_parts, no_sums, part_of
+from draftproof.kernels.sums import add_to, grain_of, in_grains, no_sums
 
 N = 64
 STEPS = 32
@@ -24,17 +24,17 @@ def _total(x, out, most, first, behind, N: tl.constexpr):
     sums = no_sums(1, N)
     for step in range(first, behind):
         sums = add_to(sums, tl.load(x + step * N + tl.arange(0, N))[None, :], most)
-    tl.atomic_add(out + tl.arange(0, 1), in_parts(sums), sem="relaxed")
-    tl.store(out + 1, (part_of(most) * 2.0**60).to(tl.int64))
+    tl.atomic_add(out + tl.arange(0, 1), in_grains(sums), sem="relaxed")
+    tl.store(out + 1, (grain_of(most) * 2.0**60).to(tl.int64))
 
 
 def total(x: torch.Tensor, most: float, *, cut: int = STEPS) -> tuple[int, float]:
-    """All of x, by two programs that share its steps: in parts, and in what it is summed in."""
+    """All of x, by two launches that share its steps: in grains, and what these are worth."""
     out = torch.zeros(2, dtype=torch.int64, device=x.device)
     _total[(1,)](x, out, most, 0, cut, N=N)
     _total[(1,)](x, out, most, cut, STEPS, N=N)
-    parts, worth = out.tolist()
-    return parts, parts * worth * 2.0**-60
+    grains, worth = out.tolist()
+    return grains, grains * worth * 2.0**-60
 
 
 @pytest.fixture
@@ -52,11 +52,11 @@ def test_sums_are_right(masses):
 
 def test_no_order_or_share_matters(masses):
     most = masses.double().sum().item()
-    parts, _ = total(masses, most)
+    grains, _ = total(masses, most)
     others = masses.flip(0)
     steps = masses.view(STEPS, N)
     assert not torch.equal(reduce(torch.add, steps), reduce(torch.add, steps.flip(0)))  # of float32 numbers it does
-    assert [total(x, most, cut=cut)[0] for x in (masses, others) for cut in (0, 1, 9, 31)] == [parts] * 8
+    assert [total(x, most, cut=cut)[0] for x in (masses, others) for cut in (0, 1, 9, 31)] == [grains] * 8
 
 
 def test_counts_are_exact(device):

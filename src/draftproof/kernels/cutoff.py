@@ -36,7 +36,7 @@ def line_of_work(batch, line):
 @triton.jit
 @no_type_check
 def line_of_parts(batch, line):
-    """What is known of its parts."""
+    """What was measured of it, and found in its parts."""
     return batch.parts + line * MEASURED
 
 

@@ -19,7 +19,7 @@ from draftproof.kernels.request import law_row
 from draftproof.kernels.settle import filters_of, write_row
 from draftproof.kernels.shortlist import cut, gather, listed
 from draftproof.kernels.summary import bound_of, floor_of, masses_of, summary_of
-from draftproof.kernels.sums import part_of
+from draftproof.kernels.sums import grain_of
 
 PIVOTS = tl.constexpr(8)
 MOST_LOGITS = tl.constexpr(2.0**20)  # of a row, by far
@@ -125,7 +125,7 @@ def _narrow(batch, req, place, span, guess, near, goal, top_p, by_mass, most):
     if by_mass:  # what lies lower has no mass in float64
         first = tl.maximum(first, key(place.peak - 800.0 / place.scale.to(tl.float32)).to(tl.int64))
     pivots = _pivots(first, span.last, guess, near)
-    upto = measured(batch, req, place, value(pivots), by_mass, most).to(tl.float64) * part_of(most)
+    upto = measured(batch, req, place, value(pivots), by_mass, most).to(tl.float64) * grain_of(most)
     lowest = tl.max(tl.where(pivots == first, upto, 0.0), 0)
     goal = tl.where(goal < 0, top_p * lowest, goal)
     enough = (upto >= goal) | (pivots == first)  # the cutoff does not lie under these

@@ -28,12 +28,11 @@ itself, and all its registers."""
 CROWDED: Final = 80
 """Registers of a thread of `settle` where several programs share a processor. At most as many in `block_sums`."""
 
+ROOM: Final = 128
+"""The same of `token`, where two do."""
+
 FILL: Final = 1024
 """Programs of `block_sums` that find room on a device, about: in small batches nodes are summed side by side."""
-
-ROOM: Final = 128
-"""The same of `token`: two programs then share one."""
-
 
 KERNELS: Final = (scan, settle, sift, settle_deep, token, coupled, block_walk, block_sums, block_close)
 """All that a call may launch."""

@@ -8,7 +8,7 @@ import triton.language as tl
 from draftproof.kernels.cutoff import LINES, answer, ask, ask_parts
 from draftproof.kernels.exponent import INTERPRETED, near_exp2, slope_of
 from draftproof.kernels.layout import SLICE
-from draftproof.kernels.sums import add_to, in_parts, no_sums
+from draftproof.kernels.sums import add_to, in_grains, no_sums
 
 SAMPLE = tl.constexpr(32)  # slices
 STEPS = tl.constexpr(6)  # of a search in a sample: four numbers are tried at a time, which takes as long as one
@@ -70,8 +70,8 @@ def _counted(x, w, border, by_mass):
 @triton.jit
 @no_type_check
 def measured(batch, req, place, borders, by_mass, most):
-    """How much reaches each of `borders` [P], in parts of `most` (`draftproof.kernels.sums`), which no sum exceeds. One
-    pass over the slices of a place that begins at a multiple of LINES.
+    """How much reaches each of `borders` [P], in grains of `most` (`draftproof.kernels.sums`), which no sum exceeds.
+    One pass over the slices of a place that begins at a multiple of LINES.
 
     Each thread adds up its own logits, and only the last sums cross from thread to thread. The few that it adds up
     before they are made whole numbers are the same wherever the place begins and ends.
@@ -90,7 +90,7 @@ def measured(batch, req, place, borders, by_mass, most):
             here = _add_where(here, eight[i], borders[:, None], weights(eight[i], place, by_mass))
         sums = add_to(sums, here, most)
         which, raw = ahead
-    return in_parts(sums)
+    return in_grains(sums)
 
 
 @triton.jit

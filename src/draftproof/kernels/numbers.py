@@ -157,12 +157,9 @@ def plain_numbers(tiles, there, temperature, scale, MAY_POINT: tl.constexpr):
     peak = tl.max(tiles.m, 1)
     sound = _sound(peak)
     cutoff = tl.full(peak.shape, float("-inf"), tl.float64)
-    if MAY_POINT:
-        if temperature == 0:
-            cutoff = _points(tiles, peak).to(tl.float64)
-            base, mass = tl.zeros_like(cutoff), tl.where(cutoff >= 0, 1.0, float("nan")).to(tl.float64)
-        else:
-            base, mass = peak.to(tl.float64) * scale, _mass(tiles, peak, sound, scale)
+    if MAY_POINT and temperature == 0:
+        cutoff = _points(tiles, peak).to(tl.float64)
+        base, mass = tl.zeros_like(cutoff), tl.where(cutoff >= 0, 1.0, float("nan")).to(tl.float64)
     else:
         base, mass = peak.to(tl.float64) * scale, _mass(tiles, peak, sound, scale)
     mass = tl.where(there, tl.where(sound, mass, float("nan")), 1.0)

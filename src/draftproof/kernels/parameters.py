@@ -24,7 +24,7 @@ class Parameters:
               and the draft's; target_rows and draft_rows, where a request's logits begin: its index in the batch, or
               its first row where the logits are ragged
     filtered  whether any request, or its draft, may have top_k, top_p or min_p on: False saves two kernels
-    warm      whether any request may have a temperature above 0: False saves all of the draft's rows
+    warm      whether any request may have a temperature above 0: False saves all of the draft's rows, and all sums
     nucleus   whether any request, or its draft, may have top_p without top_k: False saves three kernels
     """
 

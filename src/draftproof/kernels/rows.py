@@ -117,8 +117,8 @@ def dressed(batch, req, row, begin, x):
 def whole_slices(at, begin, end, SEGMENT: tl.constexpr, other=NOTHING):
     """Logits of the row at `at`, in the slices that begin at `begin` [S], as they are: [S, SEGMENT, parts of a slice].
 
-    −inf from `end` on. Read part by part and joined: few threads share a slice then, each holds its share of all parts,
-    and sums over a slice hardly cross from thread to thread.
+    `other` from `end` on. Read part by part and joined: few threads share a slice then, each holds its share of all
+    parts, and sums over a slice hardly cross from thread to thread.
     """
     o = begin[:, None] + tl.arange(0, SEGMENT)[None, :]
     PARTS: tl.constexpr = SLICE // SEGMENT

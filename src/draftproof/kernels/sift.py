@@ -34,7 +34,7 @@ from draftproof.kernels.numbers import line_of
 from draftproof.kernels.request import chunks_of, law_row
 from draftproof.kernels.settle import filters_of, write_row
 from draftproof.kernels.shortlist import cut, gather
-from draftproof.kernels.sums import part_of
+from draftproof.kernels.sums import grain_of
 
 LAST = tl.constexpr(3)  # round
 EACH = tl.constexpr(FEW.value // PARTS.value)  # logits that a part may have left
@@ -186,7 +186,7 @@ def _between(place, span):
 def _narrowed(batch, req, row, span, pivots, note, ROUND: tl.constexpr):
     """Borders closer to each other, by what a round has measured. Sums of the same logits rise and fall together:
     where a lower pivot's does not reach the goal, no higher one's does."""
-    upto = tl.load(_sums(batch, req, row, ROUND)).to(tl.float64) * part_of(note.total)
+    upto = tl.load(_sums(batch, req, row, ROUND)).to(tl.float64) * grain_of(note.total)
     enough = (upto >= note.goal) | (pivots <= span.low)
     low, high = tl.max(tl.where(enough, pivots, span.low), 0), tl.min(tl.where(enough, span.high, pivots), 0)
     above = tl.where(high == span.high, span.above, tl.max(tl.where(pivots == high, upto, 0.0), 0))
