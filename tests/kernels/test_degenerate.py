@@ -88,6 +88,18 @@ def test_what_is_no_law_is_a_fault_and_closes_with_pad(rule, value, device):
     assert got.tokens[:, 0].tolist() == [dp.PAD] * 3
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_so_it_is_where_all_are_greedy(rule, device):
+    """Nor is a row without a law kept for a draft token that looks like none."""
+    given = make([S(temperature=0.0)] * 3, V=300, K=1, device=device, ragged=False).chosen()
+    target = given.target.clone()
+    target[0, 0, 17], target[1, 0, 17], target[2, 0] = torch.nan, torch.inf, -torch.inf
+    got = kernel(replace(given, target=target, tokens=torch.full_like(given.tokens, dp.PAD)), rule)
+    assert got.faults.tolist() == [1, 1, 1]
+    assert got.accepted.tolist() == [0, 0, 0]
+    assert got.tokens[:, 0].tolist() == [dp.PAD] * 3
+
+
 def test_nothing_allowed_is_a_fault(device):
     given = make([S(), S(temperature=0.0), S(top_p=0.5)], V=300, K=1, device=device).chosen()
     allowed = torch.zeros(given.target.shape, dtype=torch.bool, device=device)

@@ -1,5 +1,6 @@
 """Which nodes of a draft the block rule sums: all at which the round may stop, and few others."""
 
+import pytest
 import torch
 
 import draftproof as dp
@@ -10,7 +11,7 @@ from draftproof.kernels.call import Call
 from draftproof.kernels.launch import plan
 from draftproof.kernels.steps import run_all
 from draftproof.verify.block import log_weights
-from kernels.twins import Input, make, parameters, reference
+from kernels.twins import Input, assert_equal, make, parameters, reference
 
 B, K, TILE = 8, 4, 4096
 V = 3 * TILE
@@ -38,6 +39,12 @@ def test_sums_are_taken_where_the_round_may_stop_and_hardly_elsewhere(device):
     assert bool(left[inside, judged[inside]].all())
     assert not bool((left & ~possible).any())
     assert left.sum() < 0.75 * possible[inside].sum()
+
+
+@pytest.mark.parametrize("sampling", [dp.Sampling(temperature=0.8, top_k=4), dp.Sampling(temperature=0.8, min_p=0.3)])
+def test_behind_filters_all_slices_are_read_that_p_gives_anything_to(sampling, device):
+    """Few tokens are left of a row, each row's in slices of its own."""
+    assert_equal(make([sampling] * 6, K=2, V=TILE, spread=1.5, device=device, ragged=False), "block")
 
 
 def nodes_left(given: Input) -> torch.Tensor:
