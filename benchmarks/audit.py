@@ -5,7 +5,7 @@
 Skipped residual   the engine with `lossy.unadjusted` and an early-exit drafter, audited until it is refuted.
 Mixture            2 % of all tokens from the drafter, one far from the target and one near it. 150,000 tokens take more
                    than an hour to decode here, so they are drawn from (1 − ε)·p + ε·q at positions of real texts, each
-                   position many times: the bets see the same laws. Only the bet on the drafter's law is placed and all
+                   position many times: the bets see the same distributions. Only the bet on the drafter's distribution is placed and all
                    the others count as lost: a lower bound of the evidence.
 Cost               teacher forcing and bets over decoding one prompt at a time, in alternation.
 Toys               tokens a minute of a whole audit, decoding included, and of the audit alone.
@@ -23,17 +23,16 @@ import torch
 import transformers
 
 import draftproof as dp
-from draftproof.audit.asked import Asked
-from draftproof.audit.bets import Bettor
-from draftproof.audit.betting import Betting
-from draftproof.audit.drafted import as_drafter
-from draftproof.audit.examine import audit
-from draftproof.audit.head import with_states
-from draftproof.audit.positions import Positions, Text
-from draftproof.audit.teacher import Teacher
-from draftproof.audit.wealth import STRENGTHS
+from draftproof.auditor.api import audit
+from draftproof.auditor.bets import Bettor
+from draftproof.auditor.betting import Betting
+from draftproof.auditor.drafter import as_drafter, with_states
+from draftproof.auditor.e_process import STRENGTHS
+from draftproof.auditor.reference import ReferenceModel
+from draftproof.auditor.settings import AuditRequest
+from draftproof.auditor.texts import Positions, Text
 from draftproof.bench import prompts
-from draftproof.models.text import encode
+from draftproof.models.tokenizer import encode
 from draftproof.models.toy import Toy
 
 HERE = Path(__file__).parent
@@ -44,7 +43,7 @@ NOISE = 1.0
 """In the logits of a drafter near the target: it keeps two tokens in three."""
 REPEATS = 200
 """Draws at each position of a text."""
-WARM = dp.Sampling(temperature=0.8, top_p=0.95)
+WARM = dp.SamplingParams(temperature=0.8, top_p=0.95)
 
 
 def asked_prompts(engine: dp.Engine, of_each_kind: int) -> list[list[int]]:
@@ -61,15 +60,15 @@ def skipped_residual(plain: dp.Engine) -> dict[str, Any]:
         plain.hf, f"early-exit:{LAYERS}", rule=dp.lossy.unadjusted, num_draft_tokens=3, tokenizer=plain.tokenizer
     )
     drafter = plain.model.first_layers(LAYERS)
-    how = {"sampling": dp.Sampling(), "drafter": drafter, "max_tokens": 4_000, "length": 32, "batch": 4}
+    how = {"sampling": dp.SamplingParams(), "drafter": drafter, "max_tokens": 4_000, "length": 32, "batch": 4}
     found = audit(wrong, plain.hf, asked_prompts(plain, 1), **how, watch=show)
     return {"verdict": found.verdict, "tokens": found.found_at, "found_by": found.found_by}
 
 
 def mixtures(plain: dp.Engine, share: float, most: int) -> dict[str, Any]:
     """Tokens until a mixture with a drafter is refuted, by draws at positions of texts the model said."""
-    teacher, drafter = Teacher(plain.hf), Teacher(plain.model.first_layers(LAYERS))
-    bettor = Bettor(dp.Sampling(), teacher.tolerance(dp.Sampling()), drafter, traced=True)
+    teacher, drafter = ReferenceModel(plain.hf), ReferenceModel(plain.model.first_layers(LAYERS))
+    bettor = Bettor(dp.SamplingParams(), teacher.tolerance(dp.SamplingParams()), drafter, traced=True)
     numbers = torch.Generator().manual_seed(0)
     ratios: dict[str, list[torch.Tensor]] = {
         f"early-exit:{LAYERS}": [],
@@ -77,15 +76,15 @@ def mixtures(plain: dp.Engine, share: float, most: int) -> dict[str, Any]:
     }
     bets = 0
     for i, prompt in enumerate(asked_prompts(plain, 2)):
-        said = plain.decode([prompt], dp.Sampling(), max_tokens=64, seeds=[i])[0]
-        laws = teacher.laws(Positions.of([Text(tuple(prompt), tuple(said.tokens), said.rounds)]), dp.Sampling())
-        drafted = bettor.drafted(laws)
-        bets = bets or len(bettor.tickets(laws, drafted))
-        near = (laws.log_p + NOISE * torch.randn(laws.log_p.shape, generator=numbers)).log_softmax(-1)
-        for kept, law in zip(ratios.values(), (drafted.log_q, near), strict=True):
-            mixed = (1 - share) * laws.p + share * law.exp()
+        said = plain.decode([prompt], dp.SamplingParams(), max_tokens=64, seeds=[i])[0]
+        dists = teacher.dists(Positions.of([Text(tuple(prompt), tuple(said.tokens), said.rounds)]), dp.SamplingParams())
+        drafted = bettor.drafted(dists)
+        bets = bets or len(bettor.tickets(dists, drafted))
+        near = (dists.log_p + NOISE * torch.randn(dists.log_p.shape, generator=numbers)).log_softmax(-1)
+        for kept, dist in zip(ratios.values(), (drafted.log_q, near), strict=True):
+            mixed = (1 - share) * dists.p + share * dist.exp()
             drawn = mixed.multinomial(REPEATS, replacement=True, generator=numbers)  # [T, REPEATS]
-            kept.append((law.gather(1, drawn) - laws.log_p.gather(1, drawn)).double().exp().flatten())
+            kept.append((dist.gather(1, drawn) - dists.log_p.gather(1, drawn)).double().exp().flatten())
     made = {name: _refuted(torch.cat(kept), bets, bettor.tolerance, most, numbers) for name, kept in ratios.items()}
     return {"share": share, "simulated": True, "bets_counted": bets, "tokens": made}
 
@@ -100,15 +99,15 @@ def _refuted(ratio: torch.Tensor, bets: int, tolerance: float, most: int, number
     return int(over[0]) + 1 if len(over) else None
 
 
-def cost(plain: dp.Engine, name: str, drafter: str, sampling: dp.Sampling, texts: int) -> dict[str, float]:
+def cost(plain: dp.Engine, name: str, drafter: str, sampling: dp.SamplingParams, texts: int) -> dict[str, float]:
     """Seconds of the audit over seconds of decoding, text by text."""
     engine = dp.load(plain.hf, drafter, tokenizer=plain.tokenizer)
-    teacher = Teacher(plain.hf)
-    law = as_drafter(
+    teacher = ReferenceModel(plain.hf)
+    dist = as_drafter(
         plain.model.first_layers(LAYERS) if drafter.startswith("early") else with_states(drafter, plain.hf)
     )
-    asked = Asked(((0,),), sampling, ALPHA, 0.02, 1, 64, 1, 0, "bets")
-    betting = Betting(teacher, Bettor(sampling, teacher.tolerance(sampling), law), asked, ALPHA)
+    asked = AuditRequest(((0,),), sampling, ALPHA, 0.02, 1, 64, 1, 0, "bets")
+    betting = Betting(teacher, Bettor(sampling, teacher.tolerance(sampling), dist), asked, ALPHA)
     ratios, decoding = [], []
     for i, prompt in enumerate(asked_prompts(plain, 1)[:texts]):
         start = time.perf_counter()
@@ -132,7 +131,7 @@ class Tape:
     def __init__(self, engine: dp.Engine, different: int) -> None:
         self.engine, self.different, self.kept = engine, different, {}
 
-    def decode(self, prompts: Any, sampling: dp.Sampling, *, max_tokens: int, seeds: Any) -> Any:
+    def decode(self, prompts: Any, sampling: dp.SamplingParams, *, max_tokens: int, seeds: Any) -> Any:
         key = seeds[0] % self.different
         if key not in self.kept:
             self.kept[key] = self.engine.decode(prompts, sampling, max_tokens=max_tokens, seeds=seeds)
@@ -142,10 +141,10 @@ class Tape:
 def toys() -> dict[str, float]:
     """Tokens a minute: a vocabulary of 8, a model drafter, block verification."""
     target = Toy.random(8, order=2, seed=1)
-    noise = torch.randn(target.table.shape, generator=torch.Generator().manual_seed(2))
-    draft = Toy(target.table + 0.8 * noise)
+    rng = torch.randn(target.table.shape, generator=torch.Generator().manual_seed(2))
+    draft = Toy(target.table + 0.8 * rng)
     engine = dp.load(target, dp.load(draft, None).model, num_draft_tokens=3, max_batch=4096)
-    how = {"sampling": dp.Sampling(), "drafter": draft, "batch": 4096, "length": 16, "bias": 0.005}
+    how = {"sampling": dp.SamplingParams(), "drafter": draft, "batch": 4096, "length": 16, "bias": 0.005}
     speeds = {}
     for name, decoder, most in (
         ("with decoding", engine, 300_000),
@@ -175,9 +174,11 @@ def main() -> None:
     print("cost of the audit over decoding, one prompt at a time", flush=True)
     result["cost"] = {
         "ngram, temperature 0.8, top-p 0.95": cost(plain, "ngram, warm", "ngram", WARM, 6),
-        "ngram, temperature 1": cost(plain, "ngram, plain", "ngram", dp.Sampling(), 6),
-        "head, temperature 1": cost(plain, "head", "head", dp.Sampling(), 6),
-        f"early-exit:{LAYERS}, temperature 1": cost(plain, "early exit", f"early-exit:{LAYERS}", dp.Sampling(), 3),
+        "ngram, temperature 1": cost(plain, "ngram, plain", "ngram", dp.SamplingParams(), 6),
+        "head, temperature 1": cost(plain, "head", "head", dp.SamplingParams(), 6),
+        f"early-exit:{LAYERS}, temperature 1": cost(
+            plain, "early exit", f"early-exit:{LAYERS}", dp.SamplingParams(), 3
+        ),
     }
     print("skipped residual", flush=True)
     result["skipped_residual"] = skipped_residual(plain)

@@ -23,9 +23,9 @@ import triton
 
 import draftproof as dp
 from gpu_compile import PROCESSES, collected, compile_part, counted, side_by_side
-from kernels import claims, law_claims
+from kernels import claims, distribution_claims
 
-WRONG = dp.Sampling(temperature=1.1)
+WRONG = dp.SamplingParams(temperature=1.1)
 
 
 def judged(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -44,31 +44,31 @@ def compiled() -> dict[str, Any]:
     return {"processes": PROCESSES}
 
 
-def laws(samples: int) -> dict[str, Callable[[], dict[str, Any]]]:
-    """A test of the law for every rule and setting, and one of a wrong law, which must fail."""
+def dists(samples: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    """A test of the distribution for every rule and setting, and one of a wrong distribution, which must fail."""
 
-    def one(rule: str, sampling: dp.Sampling, drawn: bool) -> dict[str, Any]:
-        result = law_claims.law(rule, sampling, drawn, samples)
-        assert result["p"] > law_claims.ALPHA, result
+    def one(rule: str, sampling: dp.SamplingParams, drawn: bool) -> dict[str, Any]:
+        result = distribution_claims.dist(rule, sampling, drawn, samples)
+        assert result["p"] > distribution_claims.ALPHA, result
         return result
 
     def wrong() -> dict[str, Any]:
-        result = law_claims.law("token", law_claims.WARM, True, samples // 10, drawn_with=WRONG)
-        assert result["p"] < law_claims.ALPHA, result
+        result = distribution_claims.dist("token", distribution_claims.WARM, True, samples // 10, drawn_with=WRONG)
+        assert result["p"] < distribution_claims.ALPHA, result
         return result
 
     cases = {
-        f"law: {rule}, {name}": lambda rule=rule, sampling=sampling, drawn=drawn: one(rule, sampling, drawn)
-        for rule, name, sampling, drawn in law_claims.law_cases()
+        f"distribution: {rule}, {name}": lambda rule=rule, sampling=sampling, drawn=drawn: one(rule, sampling, drawn)
+        for rule, name, sampling, drawn in distribution_claims.distribution_cases()
     }
-    return {**cases, "law: drafts of another law are found out": wrong}
+    return {**cases, "distribution: drafts of another distribution are found out": wrong}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/check_gpu.json"))
     parser.add_argument("--seconds", type=float, default=55.0, help="for the million rows")
-    parser.add_argument("--samples", type=int, default=4_000_000, help="for each test of the law")
+    parser.add_argument("--samples", type=int, default=4_000_000, help="for each test of the distribution")
     parser.add_argument("--only", nargs="+", help="claims by name, or by what their names begin with")
     parser.add_argument("--compile-only", action="store_true", help="check nothing; the tests ask for this")
     parser.add_argument("--compile", type=int, nargs=2, help=argparse.SUPPRESS)
@@ -92,7 +92,7 @@ def main() -> None:
         "short lists": claims.short_lists,
         "graph replay": claims.graph_replay,
         "determinism": claims.determinism,
-        **laws(options.samples),
+        **dists(options.samples),
         "many rows": lambda: claims.many_rows(seconds=options.seconds),
     }
     asked = tuple(options.only or [""])

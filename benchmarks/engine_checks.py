@@ -1,4 +1,4 @@
-"""Whether the engine is right on a device: greedy texts and laws. Parts of engine_gpu.py, each a generator of (name,
+"""Whether the engine is right on a device: greedy texts and distributions. Parts of engine_gpu.py, each a generator of (name,
 result), so that what was found stands in the file before the next is tried."""
 
 import math
@@ -20,7 +20,7 @@ K = 3
 """Of all drafts: with it a kernel is compiled for drafts of 0, 1 and up to 3 tokens, and for no other lengths."""
 
 VOCAB, TEMPERATURE = 6, 0.8
-"""Of the law test: the joint law of three tokens has 216 cells."""
+"""Of the distribution test: the joint distribution of three tokens has 216 cells."""
 
 
 def greedy(scale: Scale) -> Found:
@@ -56,15 +56,15 @@ def _margin(model: Any, prompt: list[int], said: list[int], wanted: list[int]) -
     return float(best[0] - best[1])
 
 
-def laws(scale: Scale) -> Found:
-    """p-values of the joint law of three tokens: below 1e-6 is a bias, and the control must be below.
+def dists(scale: Scale) -> Found:
+    """p-values of the joint distribution of three tokens: below 1e-6 is a bias, and the control must be below.
 
     12 000 texts over 216 cells: a total variation of 0.07 is seen.
     """
     texts = scale.of(12_000, 300)
     model, small = llama(scale, 1, VOCAB, 32, 2), llama(scale, 2, VOCAB, 32, 1)
     prompt = [1, 2, 3, 1, 2]
-    law = joint(model, prompt, TEMPERATURE)
+    dist = joint(model, prompt, TEMPERATURE)
     made = {
         "token model": ("token", lambda: ModelDrafter(HFModel(small), vocab_size=VOCAB)),
         "block model": ("block", lambda: ModelDrafter(HFModel(small), vocab_size=VOCAB)),
@@ -76,7 +76,7 @@ def laws(scale: Scale) -> Found:
     }
     for name, (rule, make) in made.items():
         seen = counts(dp.load(model, make(), rule=rule, num_draft_tokens=2, max_batch=texts), prompt, texts)
-        yield name, g_test(seen, law)
+        yield name, g_test(seen, dist)
         if name == "token model":
             yield "control: another temperature", g_test(seen, joint(model, prompt, TEMPERATURE * 1.1))
 
@@ -85,7 +85,8 @@ def counts(engine: Any, prompt: list[int], texts: int) -> torch.Tensor:
     """How often each text of three tokens came. Requests ask for more, so that no draft is shorter than the others: a
     kernel is compiled for every length."""
     requests = [
-        Request(tuple(prompt), dp.Sampling(temperature=TEMPERATURE, seed=n), 16, seeded=True) for n in range(texts)
+        Request(tuple(prompt), dp.SamplingParams(temperature=TEMPERATURE, seed=n), 16, seeded=True)
+        for n in range(texts)
     ]
     emissions = [engine._emission(request) for request in requests]
     batch, by_id = engine._batch(emissions), {e.session.id: e for e in emissions}
@@ -96,19 +97,19 @@ def counts(engine: Any, prompt: list[int], texts: int) -> torch.Tensor:
 
 
 def joint(model: Any, prompt: list[int], temperature: float) -> torch.Tensor:
-    """The law of three tokens, from plain forwards."""
-    law, texts = torch.ones(1, dtype=torch.float64), torch.tensor([prompt])
+    """The distribution of three tokens, from plain forwards."""
+    dist, texts = torch.ones(1, dtype=torch.float64), torch.tensor([prompt])
     for _ in range(3):
         with torch.no_grad():
             p = (model(texts.to(model.device)).logits[:, -1].double() / temperature).softmax(-1).cpu()
-        law = (law[:, None] * p).flatten()
+        dist = (dist[:, None] * p).flatten()
         texts = torch.cat([texts.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(texts))[:, None]], 1)
-    return law
+    return dist
 
 
-def g_test(seen: torch.Tensor, law: torch.Tensor) -> float:
+def g_test(seen: torch.Tensor, dist: torch.Tensor) -> float:
     """The p-value, by the Wilson-Hilferty normal approximation of the chi-square tail: nothing but torch is needed."""
-    expected = law.double().cpu() * seen.sum()
+    expected = dist.double().cpu() * seen.sum()
     small = expected < 5
     s = torch.cat([seen[~small].double(), seen[small].sum()[None].double()])
     e = torch.cat([expected[~small], expected[small].sum()[None]])

@@ -1,4 +1,4 @@
-"""The engine on a GPU: equality with transformers, waits, laws, speed, memory; for a machine without our dev tools.
+"""The engine on a GPU: equality with transformers, waits, distributions, speed, memory; for a machine without our dev tools.
 
     PYTHONPATH=src python3 benchmarks/engine_gpu.py --out benchmarks/results/engine_gpu.json
 
@@ -18,10 +18,10 @@ from typing import Any, Final
 import torch
 import transformers
 
-from engine_checks import Found, greedy, laws
+from engine_checks import Found, dists, greedy
 from engine_models import Scale
 from engine_speed import launches, memory, speed
-from engine_waits import filtered, trees, waits
+from engine_syncs import filtered, trees, waits
 
 ALPHA: Final = 1e-6
 NEAR: Final = 1e-4
@@ -32,7 +32,7 @@ PARTS: Final[dict[str, tuple[str, Callable[[Scale], Found], float]]] = {
     "waits": ("waits in a round", waits, 45),
     "trees": ("waits in a round of trees", trees, 45),
     "speed": ("speed of a 1B shape, one row", speed, 70),
-    "laws": ("p-values of the joint law of three tokens", laws, 50),
+    "distributions": ("p-values of the joint distribution of three tokens", dists, 50),
     "launches": ("calls of the CUDA runtime in a round", launches, 20),
     "memory": ("memory of eight rows", memory, 15),
     "filtered": ("waits in a round with filters", filtered, 60),
@@ -63,7 +63,7 @@ def run(part: Callable[[Scale], Found], scale: Scale, seconds: float, keep: Call
 def verdict(result: dict[str, Any]) -> dict[str, Any]:
     """What is not as it should be; all empty is well."""
     parted, p_values, rounds, of_trees = (
-        result.get(PARTS[name][0], {}) for name in ("greedy", "laws", "waits", "trees")
+        result.get(PARTS[name][0], {}) for name in ("greedy", "distributions", "waits", "trees")
     )
     controls = [name for name, p in p_values.items() if "control" in name and p > ALPHA]
     controls += [name for name, lines in rounds.items() if "control" in name and not lines]

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftproof.drafters.choice import Choice
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
-from draftproof.models.fitted import FittedHead
-from draftproof.models.head import Head
+from draftproof.drafters.switch import Switch
+from draftproof.models.head.attach import FittedHead
+from draftproof.models.head.network import Head
+from draftproof.models.head.taps import shape_for
 from draftproof.models.hf import HFModel
-from draftproof.models.tapped import shape_for
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Scale:
 
 
 def llama(scale: Scale, seed: int, vocab: int, hidden: int, layers: int, dtype: torch.dtype = torch.float32) -> Any:
-    """A Llama that never ends a text by itself. Small vocabularies get wide weights: laws then depend on the text."""
+    """A Llama that never ends a text by itself. Small vocabularies get wide weights: distributions then depend on the text."""
     heads = max(2, hidden // 128)
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=hidden * 3, num_hidden_layers=layers,
@@ -84,7 +84,7 @@ def drafters(model: Any, small: Any, *, graphs: bool = True) -> dict[str, Callab
         "model": lambda: ModelDrafter(HFModel(small, graphs=graphs), vocab_size=V),
         "early-exit": lambda: f"early-exit:{min(2, model.config.num_hidden_layers - 1)}",
         "head": lambda: HeadDrafter(head(model), graphs=graphs),
-        "suffix+head": lambda: Choice(Suffix(), HeadDrafter(head(model), graphs=graphs)),
+        "suffix+head": lambda: Switch(Suffix(), HeadDrafter(head(model), graphs=graphs)),
     }
 
 
@@ -97,7 +97,7 @@ def tree_drafters(model: Any, small: Any, branches: int) -> dict[str, Callable[[
         "model": lambda: ModelDrafter(HFModel(small), vocab_size=V, branches=branches),
         "chain": lambda: ModelDrafter(HFModel(small), vocab_size=V),
         "head": lambda: HeadDrafter(head(model), branches=branches),
-        "suffix+head": lambda: Choice(Suffix(branches=branches), HeadDrafter(head(model), branches=branches)),
+        "suffix+head": lambda: Switch(Suffix(branches=branches), HeadDrafter(head(model), branches=branches)),
     }
 
 

@@ -40,7 +40,7 @@ def speed(scale: Scale) -> Found:
 
 def _ours(engine: Any, prompt: list[int], count: int, temperature: float, device: str) -> dict[str, Any]:
     outputs: list[Any] = []
-    sampling = dp.Sampling(temperature=temperature, seed=1)
+    sampling = dp.SamplingParams(temperature=temperature, seed=1)
     rate = timed(lambda n: outputs.append(engine.generate(prompt, sampling, max_tokens=n)), count, device)
     stats = outputs[-1].stats
     return {

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 import draftproof as dp
-from draftproof.core import host
+from draftproof.core.device import AsyncCopy
 from draftproof.engine import batch as batches
 from engine_checks import Found, K
 from engine_models import Scale, drafters, first_layers, numbers, small_target, tree_drafters
 
-S = dp.Sampling
+S = dp.SamplingParams
 WARM = [S(temperature=0.8, seed=1), S(temperature=0, seed=2)]
 COLD = [S(temperature=0, seed=1)] * 2
 PENALISED = [S(temperature=0.8, seed=1, repetition_penalty=1.1), S(temperature=0, seed=2, logit_bias={3: 1.0})]
@@ -63,7 +63,7 @@ def _asking(scale: Scale, branches: int = 1) -> tuple[dict[str, Any], Callable[.
     made = drafters(model, small) if branches == 1 else tree_drafters(model, small, branches)
     prompts = [numbers(9, 40, model.config.vocab_size)] * 2
 
-    def asked(name: str, samplings: list[dp.Sampling], rule: str = "block", **more: Any) -> dict[str, Any]:
+    def asked(name: str, samplings: list[dp.SamplingParams], rule: str = "block", **more: Any) -> dict[str, Any]:
         engine = dp.load(model, made[name](), rule=rule, num_draft_tokens=K)
         engine.generate(prompts, samplings, max_tokens=20, **more)  # kernels are compiled: this waits
         return watched(lambda: engine.generate(prompts, samplings, max_tokens=20, **more), scale.device)
@@ -73,7 +73,7 @@ def _asking(scale: Scale, branches: int = 1) -> tuple[dict[str, Any], Callable[.
 
 def watched(call: Callable[[], Any], device: str) -> dict[str, Any]:
     """Run it and watch its rounds."""
-    advance, read = batches.advance, host.Fetch.read
+    advance, read = batches.advance, AsyncCopy.read
     rounds: list[tuple[int, list[str]]] = []
     late: list[bool] = []
 
@@ -88,11 +88,11 @@ def watched(call: Callable[[], Any], device: str) -> dict[str, Any]:
         rounds.append((sum(late), lines))
         return rows
 
-    batches.advance, host.Fetch.read = counted, fetched  # type: ignore[assignment, method-assign]
+    batches.advance, AsyncCopy.read = counted, fetched  # type: ignore[assignment, method-assign]
     try:
         call()
     finally:
-        batches.advance, host.Fetch.read = advance, read  # type: ignore[method-assign]
+        batches.advance, AsyncCopy.read = advance, read  # type: ignore[method-assign]
     return {
         "rounds": len(rounds),
         "fetches waited for, at most": max(n for n, _ in rounds),

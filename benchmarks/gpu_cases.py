@@ -7,14 +7,19 @@ import draftproof as dp
 K, V = 4, 128256
 BATCHES = (1, 8, 64, 256)
 COLD = 1.2e9  # bytes of input that a graph goes through at least: twenty times the L2
-WARM = dp.Sampling(temperature=0.8)
-SETTINGS: dict[str, dp.Sampling] = {
+WARM = dp.SamplingParams(temperature=0.8)
+SETTINGS: dict[str, dp.SamplingParams] = {
     "temperature": WARM,
-    "top-k 50, top-p 0.9": dp.Sampling(temperature=0.8, top_k=50, top_p=0.9),
-    "top-p 0.95": dp.Sampling(temperature=0.8, top_p=0.95),
-    "greedy": dp.Sampling(temperature=0.0),
+    "top-k 50, top-p 0.9": dp.SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
+    "top-p 0.95": dp.SamplingParams(temperature=0.8, top_p=0.95),
+    "greedy": dp.SamplingParams(temperature=0.0),
 }
-MIXED = [SETTINGS["temperature"], SETTINGS["top-k 50, top-p 0.9"], SETTINGS["top-p 0.95"], dp.Sampling(min_p=0.05)]
+MIXED = [
+    SETTINGS["temperature"],
+    SETTINGS["top-k 50, top-p 0.9"],
+    SETTINGS["top-p 0.95"],
+    dp.SamplingParams(min_p=0.05),
+]
 BARS = {  # microseconds, for the BATCHES (issue 6)
     ("float32", "temperature"): (11, 17, 82, 310),
     ("float32", "top-k 50, top-p 0.9"): (20, 32, 120, 450),

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 import triton
 
-from draftproof.kernels import steps as launching
-from draftproof.kernels.steps import Step, compile_step
+from draftproof.kernels import compile as launching
+from draftproof.kernels.compile import Step, compile_step
 
 PROCESSES = min(14, os.cpu_count() or 1)
 

@@ -43,7 +43,7 @@ def inputs(
     B: int,
     K: int,
     V: int,
-    draft_sampling: dp.Sampling,
+    draft_sampling: dp.SamplingParams,
     *,
     dtype: torch.dtype = torch.float32,
     device: str = "cuda",
@@ -52,20 +52,20 @@ def inputs(
 ) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
     target = rows(B * (K + 1), V, generator, flat=flat).view(B, K + 1, V)
-    noise = torch.randn(B, K, V, generator=generator, device=device)
-    draft = (target[:, :K] + DRAFT_NOISE * noise).to(dtype)
+    rng = torch.randn(B, K, V, generator=generator, device=device)
+    draft = (target[:, :K] + DRAFT_NOISE * rng).to(dtype)
     numbers = torch.randint(2**40, (2, B), generator=generator, device=device)
     lengths = torch.full((B,), K, device=device)
     tokens = drawn(draft, draft_sampling, seed)
     return Inputs(target.to(dtype), draft, tokens, numbers[0], numbers[1] % 4096, lengths)
 
 
-def drawn(draft: Tensor, sampling: dp.Sampling, seed: int = 0) -> Tensor:
+def drawn(draft: Tensor, sampling: dp.SamplingParams, seed: int = 0) -> Tensor:
     """A token from each row of draft logits [B, K, V]."""
     B, K, _ = draft.shape
     generator = torch.Generator(draft.device).manual_seed(seed + 1)
     tokens = torch.empty((B, K), dtype=torch.long, device=draft.device)
     for b in range(0, B, 16):  # in parts: dense probabilities of a large batch are large
-        law = dp.warp(draft[b : b + 16], [sampling] * len(draft[b : b + 16])).probs()
-        tokens[b : b + 16] = law.flatten(0, 1).multinomial(1, generator=generator).view(-1, K)
+        dist = dp.warp(draft[b : b + 16], [sampling] * len(draft[b : b + 16])).probs()
+        tokens[b : b + 16] = dist.flatten(0, 1).multinomial(1, generator=generator).view(-1, K)
     return tokens

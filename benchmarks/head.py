@@ -24,8 +24,8 @@ import torch
 import transformers
 
 import draftproof as dp
-from draftproof.models.text import encode
-from draftproof.train.in_loop import OVERALL, SAMPLINGS, Prompt, held_out, tallies
+from draftproof.models.tokenizer import encode
+from draftproof.train.evaluate import OVERALL, SAMPLINGS, Prompt, held_out, tallies
 
 HERE = Path(__file__).parent
 DRAFTED = 4

@@ -8,8 +8,8 @@ standard error of each share is in the last column.
 
 import torch
 
-from draftproof.core.noise import Noise
-from draftproof.core.race import run
+from draftproof.core.draw import race_weights
+from draftproof.core.rng import Philox
 
 
 def flat_matches(p: torch.Tensor, q: torch.Tensor, races: int, generator: torch.Generator) -> int:
@@ -44,8 +44,8 @@ def main() -> None:
                 flat += flat_matches(p.double(), q.double(), races // rows, g) / races
                 same = 0
                 for start in range(0, races // rows, 50):
-                    noise = Noise(torch.arange(50) + start + 10_000 * seed, torch.zeros(50, dtype=torch.long))
-                    same += int((run(p.expand(50, -1), noise) == run(q.expand(50, -1), noise)).sum())
+                    rng = Philox(torch.arange(50) + start + 10_000 * seed, torch.zeros(50, dtype=torch.long))
+                    same += int((race_weights(p.expand(50, -1), rng) == race_weights(q.expand(50, -1), rng)).sum())
                 heats += same / races
             error = (heats * (1 - heats) / races) ** 0.5
             print(f"{spread:>4} {temperature:>4} {overlap:8.3f} {flat:7.3f} {heats:10.3f} {error:6.3f}", flush=True)

@@ -23,13 +23,12 @@ from pathlib import Path
 import torch
 
 from draftproof.models import bundled
-from draftproof.models.convert import convert
-from draftproof.models.wheel import sha256
-from draftproof.train.budget import PausedError
-from draftproof.train.plan import Plan, Workplace
+from draftproof.models.bundled.download import sha256
+from draftproof.models.bundled.gguf import convert
+from draftproof.train.api import Watch, train
+from draftproof.train.config import PausedError, Plan, Workplace
 from draftproof.train.report import table
-from draftproof.train.study import Progress
-from draftproof.train.train import Watch, train
+from draftproof.train.trainer import Progress
 
 START = time.monotonic()
 STARTING_SECONDS = 20.0

@@ -16,17 +16,14 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from draftproof.engine.load import load
-from draftproof.models.door import head_size
-from draftproof.models.steady import steady_attention
-from draftproof.models.tapped import shape_for
-from draftproof.train.corpus import rows_at_once
-from draftproof.train.lockstep import Texts, converse
-from draftproof.train.notes import Notes
-from draftproof.train.plan import DEFAULT_VOCAB
-from draftproof.train.seeds import starts
-from draftproof.train.student import Course, Marks, Student, new_head
-from draftproof.train.teacher import Teacher
-from draftproof.train.turns import turns_of
+from draftproof.models.attention import steady_attention
+from draftproof.models.head.taps import shape_for
+from draftproof.models.hf import head_size
+from draftproof.train.config import DEFAULT_VOCAB
+from draftproof.train.data import rows_at_once, starts, turns_of
+from draftproof.train.generate import Texts, converse
+from draftproof.train.target import Notes, TargetSignals
+from draftproof.train.trainer import Course, Marks, Student, new_head
 
 WARMING_UP = 3
 BATCHES = 4
@@ -63,8 +60,8 @@ def steps(model: PreTrainedModel, course: Course, length: int, vocab: int, count
     texts = BATCHES * course.batch
     tokens = torch.randint(head_size(model), (texts, length), dtype=torch.int32, generator=numbers)
     some = Texts(tokens, torch.rand(texts, length, generator=numbers) < 0.75)
-    teacher = Teacher(model, shape_for(model).taps, torch.arange(min(vocab, head_size(model))))
-    print(f"states tell the law: {teacher.tells}")
+    teacher = TargetSignals(model, shape_for(model).taps, torch.arange(min(vocab, head_size(model))))
+    print(f"states tell the distribution: {teacher.tells}")
     student = Student(new_head(model, 0).to(model.device), teacher.rows, course)
     marks = Marks.none(course.depth, model.device)
     notes = Notes(teacher, some, 8 << 30)

@@ -21,13 +21,13 @@ import torch
 
 import draftproof as dp
 from draftproof.bench.prompts import read
-from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling
-from draftproof.drafters import Drafter
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams
+from draftproof.drafters.interface import Drafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import Suffix
-from draftproof.engine.pace import Auto, Fixed, Pace
+from draftproof.engine.draft_length import AutoLength, DraftLengthPolicy, FixedLength
 from draftproof.engine.request import Request, Session
 
 PASSES = {1: 1.0, 2: 1.02, 3: 1.03, 5: 1.06, 8: 1.13, 13: 1.32, 17: 1.45}
@@ -38,13 +38,13 @@ ROUND, DRAFT = 0.03, 0.004
 
 PASS_SECONDS = 0.045
 
-CONTENDERS: dict[str, tuple[Callable[[], Drafter], Callable[[], Pace]]] = {
-    "ngram": (NGram, Auto),
-    "suffix": (Suffix, Auto),
-    "prompt-lookup": (PromptLookup, Auto),
-    "ngram, 4 tokens": (NGram, lambda: Fixed(4)),
-    "ngram, 8 tokens": (NGram, lambda: Fixed(8)),
-    "suffix, 8 tokens": (Suffix, lambda: Fixed(8)),
+CONTENDERS: dict[str, tuple[Callable[[], Drafter], Callable[[], DraftLengthPolicy]]] = {
+    "ngram": (NGram, AutoLength),
+    "suffix": (Suffix, AutoLength),
+    "prompt-lookup": (PromptLookup, AutoLength),
+    "ngram, 4 tokens": (NGram, lambda: FixedLength(4)),
+    "ngram, 8 tokens": (NGram, lambda: FixedLength(8)),
+    "suffix, 8 tokens": (Suffix, lambda: FixedLength(8)),
 }
 
 
@@ -78,15 +78,17 @@ def pass_cost(width: int) -> float:
     return PASSES[below] + share * (PASSES[above] - PASSES[below])
 
 
-def replay(text: Text, drafter: Drafter, pace: Pace, max_tokens: int, busy: float, clock: random.Random) -> float:
+def replay(
+    text: Text, drafter: Drafter, pace: DraftLengthPolicy, max_tokens: int, busy: float, clock: random.Random
+) -> float:
     """How many times faster than plain decoding, the prompt not counted."""
     output = text.output[:max_tokens]
-    session = Session.start(Request(tuple(text.prompt), Sampling(temperature=0.0, seed=0), len(output)))
+    session = Session.start(Request(tuple(text.prompt), SamplingParams(temperature=0.0, seed=0), len(output)))
     cost = 0.0
     while session.room:
         [asked] = pace.lengths([session])
-        noise = Noise(torch.tensor([0]), torch.tensor([len(session.tokens)]))
-        draft = drafter.propose([session], [max(0, min(asked, session.room - 1))], noise)
+        rng = Philox(torch.tensor([0]), torch.tensor([len(session.tokens)]))
+        draft = drafter.propose([session], [max(0, min(asked, session.room - 1))], rng)
         guess, rest = draft.tokens[0].tolist(), output[len(output) - session.room :]
         stood = next((i for i, (g, r) in enumerate(zip(guess, rest, strict=False)) if g != r), len(guess))
         width = len(guess) + 1

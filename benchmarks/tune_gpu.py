@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from draftproof.kernels import Workspace
 from draftproof.kernels.call import Call
+from draftproof.kernels.compile import Step, run_all
 from draftproof.kernels.launch import plan
-from draftproof.kernels.steps import Step, run_all
+from draftproof.kernels.workspace import Workspace
 from gpu_cases import BATCHES, SETTINGS, K, V
 from gpu_compile import PROCESSES, compile_part, side_by_side
 from gpu_inputs import Inputs, drawn

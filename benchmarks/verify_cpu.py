@@ -27,9 +27,9 @@ from draftproof.core.draw import draw
 
 K = 5
 SETTINGS = {
-    "temperature": (dp.Sampling(temperature=0.8), [TemperatureLogitsWarper(0.8)]),
+    "temperature": (dp.SamplingParams(temperature=0.8), [TemperatureLogitsWarper(0.8)]),
     "filters": (
-        dp.Sampling(temperature=0.8, top_k=50, top_p=0.9),
+        dp.SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
         [TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.9)],
     ),
 }

@@ -24,17 +24,19 @@ import torch
 import triton
 
 import draftproof as dp
-from draftproof.kernels import Parameters, Workspace, verify_rows
+from draftproof.kernels import verify_rows
 from draftproof.kernels.call import Call
+from draftproof.kernels.compile import Step, run_all
 from draftproof.kernels.launch import plan
-from draftproof.kernels.steps import Step, run_all
+from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.workspace import Workspace
 from gpu_cases import BARS, BATCHES, CASES, COLD, MIXED, PEERS, SETTINGS, WARM, Case, K, V
 from gpu_compile import PROCESSES, compile_part, side_by_side
 from gpu_inputs import Inputs, drawn, inputs
 from gpu_report import plot, stages, table
 
 
-def sampling_of(case: Case, B: int) -> tuple[list[dp.Sampling], list[dp.Sampling]]:
+def sampling_of(case: Case, B: int) -> tuple[list[dp.SamplingParams], list[dp.SamplingParams]]:
     """Of each request and its draft."""
     if case.setting == "every row different":
         return [MIXED[b % len(MIXED)] for b in range(B)], [WARM] * B
@@ -52,7 +54,7 @@ def sets(given: Inputs, B: int) -> list[Inputs]:
     ]
 
 
-def prepared(given: Inputs, samplings: list[dp.Sampling], drafts: list[dp.Sampling]) -> Parameters:
+def prepared(given: Inputs, samplings: list[dp.SamplingParams], drafts: list[dp.SamplingParams]) -> Parameters:
     return Parameters.of(samplings, drafts, seeds=given.seeds, positions=given.positions, lengths=given.lengths)
 
 

@@ -5,16 +5,16 @@ from scipy.stats import chi2
 from torch import Tensor
 
 
-def g_test(seen: Tensor, law: Tensor, smallest: float = 5.0) -> float:
-    """The p-value of these counts under this law (normalised here); 0 if something impossible was seen.
+def g_test(seen: Tensor, dist: Tensor, smallest: float = 5.0) -> float:
+    """The p-value of these counts under this distribution (normalised here); 0 if something impossible was seen.
 
     Cells with fewer than `smallest` expected are pooled into one.
     """
-    seen, law = seen.double().flatten(), law.double().flatten()
-    law = law / law.sum()
-    if bool((seen[law <= 0] > 0).any()):
+    seen, dist = seen.double().flatten(), dist.double().flatten()
+    dist = dist / dist.sum()
+    if bool((seen[dist <= 0] > 0).any()):
         return 0.0
-    expected = law * seen.sum()
+    expected = dist * seen.sum()
     small = expected < smallest
     seen = torch.cat([seen[~small], seen[small].sum()[None]])
     expected = torch.cat([expected[~small], expected[small].sum()[None]])

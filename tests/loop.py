@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftproof.core.law import Law
-from draftproof.core.noise import Noise
-from draftproof.core.race import propose
+from draftproof.core.distribution import Distribution, propose
+from draftproof.core.rng import Philox
 from draftproof.core.types import PAD, Draft, Verdict
 
-V, K, L = 4, 3, 3  # tokens, draft length, tokens of a text whose joint law is tested
+V, K, L = 4, 3, 3  # tokens, draft length, tokens of a text whose joint distribution is tested
 START = 0
 
 
@@ -25,38 +24,38 @@ def table(seed: int, scale: float = 1.3) -> Tensor:
 TARGET, DRAFTER = table(1), table(2)
 
 
-def law_of(rows: Tensor, logits: Tensor) -> Law:
-    """The laws that follow these tokens."""
+def distribution_of(rows: Tensor, logits: Tensor) -> Distribution:
+    """The distributions that follow these tokens."""
     probs = logits.softmax(-1)[rows]
-    return Law.of(probs)
+    return Distribution.of(probs)
 
 
 def joint() -> Tensor:
-    """The exact law of the first L tokens, flat."""
+    """The exact distribution of the first L tokens, flat."""
     p = TARGET.double().softmax(-1)
-    law = p[START]
+    dist = p[START]
     for _ in range(L - 1):
-        law = law[..., None] * p.view((1,) * (law.ndim - 1) + (V, V))
-    return law.flatten()
+        dist = dist[..., None] * p.view((1,) * (dist.ndim - 1) + (V, V))
+    return dist.flatten()
 
 
-Proposer = Callable[[Tensor, Noise], Draft]
+Proposer = Callable[[Tensor, Philox], Draft]
 
 
-def drawn(last: Tensor, noise: Noise) -> Draft:
+def drawn(last: Tensor, rng: Philox) -> Draft:
     """K tokens drawn from the drafter's table."""
     tokens, probs = [], []
     for j in range(K):
-        law = law_of(last, DRAFTER)
-        last = propose(law, noise, j)
+        dist = distribution_of(last, DRAFTER)
+        last = propose(dist, rng, j)
         tokens.append(last)
-        probs.append(law.probs())
+        probs.append(dist.probs())
     lengths = torch.full_like(last, K)
-    return Draft(torch.stack(tokens, 1), lengths, Law.of(torch.stack(probs, 1)), shared_noise=noise.shared)
+    return Draft(torch.stack(tokens, 1), lengths, Distribution.of(torch.stack(probs, 1)), shared_rng=rng.shared)
 
 
-def chosen(last: Tensor, noise: Noise) -> Draft:
-    """The likeliest tokens of the drafter: no law."""
+def chosen(last: Tensor, rng: Philox) -> Draft:
+    """The likeliest tokens of the drafter: no distribution."""
     tokens = []
     for _ in range(K):
         last = DRAFTER.argmax(-1)[last]
@@ -64,25 +63,25 @@ def chosen(last: Tensor, noise: Noise) -> Draft:
     return Draft(torch.stack(tokens, 1), torch.full_like(last, K))
 
 
-def mixed(last: Tensor, noise: Noise) -> Draft:
+def mixed(last: Tensor, rng: Philox) -> Draft:
     """Some rows drawn, some chosen, of lengths 0 to K by the last token."""
-    one, other = drawn(last, noise), chosen(last, noise)
+    one, other = drawn(last, rng), chosen(last, rng)
     by_draw = (last % 2 == 0)[:, None].expand(-1, K)
-    return Draft(torch.where(by_draw, one.tokens, other.tokens), (last + 1) % (K + 1), one.law, by_draw)
+    return Draft(torch.where(by_draw, one.tokens, other.tokens), (last + 1) % (K + 1), one.q, by_draw)
 
 
-def tree(last: Tensor, noise: Noise) -> Draft:
+def tree(last: Tensor, rng: Philox) -> Draft:
     """Two drawn siblings (with replacement), a chosen one, and a drawn child of the first."""
-    law = law_of(last, DRAFTER)
-    first, second = propose(law, noise, 0), propose(law, noise, 1)
-    below = law_of(first, DRAFTER)
-    child, best = propose(below, noise, 2), DRAFTER.argmax(-1)[last]
-    probs = torch.stack([law.probs(), below.probs(), law.probs(), law.probs()], 1)
+    dist = distribution_of(last, DRAFTER)
+    first, second = propose(dist, rng, 0), propose(dist, rng, 1)
+    below = distribution_of(first, DRAFTER)
+    child, best = propose(below, rng, 2), DRAFTER.argmax(-1)[last]
+    probs = torch.stack([dist.probs(), below.probs(), dist.probs(), dist.probs()], 1)
     n = len(last)
     return Draft(
         torch.stack([first, child, second, best], 1),
         torch.full((n,), 4),
-        Law.of(probs),
+        Distribution.of(probs),
         torch.tensor([True, True, True, False]).expand(n, 4),
         torch.tensor([-1, 0, -1, -1]).expand(n, 4),
     )
@@ -94,7 +93,7 @@ class Texts:
     tokens_per_round: float
 
 
-Verify = Callable[[Law, Draft, Noise], Verdict]
+Verify = Callable[[Distribution, Draft, Philox], Verdict]
 
 
 def texts(
@@ -114,10 +113,10 @@ def texts(
         rows = torch.arange(n)
         last = said[:, 0]
         while len(rows):
-            noise = Noise(seeds[rows], starts(count[rows] + 1), shared)
-            draft = proposer(last[rows], noise)
+            rng = Philox(seeds[rows], starts(count[rows] + 1), shared)
+            draft = proposer(last[rows], rng)
             follow = torch.cat([last[rows, None], draft.tokens], 1)
-            verdict = verify(law_of(follow, TARGET), draft, Noise(noise.seeds, noise.starts))
+            verdict = verify(distribution_of(follow, TARGET), draft, Philox(rng.seeds, rng.starts))
             width = verdict.tokens.shape[1]
             at = count[rows, None] + torch.arange(width)
             keep = (verdict.tokens != PAD) & (at < out.shape[1])

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 import loop
-from controls import DRAFTERS, JUDGES, VERIFIERS
-from draftproof.audit.enumerate import round_law
-from draftproof.core.law import total_variation
-from draftproof.verify import RULES
-from draftproof.verify.token import judge as judge_token
-from evidence import g_test
+from controls import DRAFTERS, STOP_TABLES, VERIFIERS
+from draftproof.auditor.enumerate import round_distribution
+from draftproof.core.distribution import total_variation
+from draftproof.rules import RULES
+from draftproof.rules.token import stop_table as token_stop_table
+from g_test import g_test
 from worlds import TREES, chains, trees
 
 ALPHA = 1e-6
@@ -46,12 +46,12 @@ def rejected(control, counts, record):
     assert value < ALPHA
 
 
-@pytest.mark.parametrize("judge", JUDGES, ids=lambda j: j.__name__)
+@pytest.mark.parametrize("judge", STOP_TABLES, ids=lambda j: j.__name__)
 def test_enumeration_rejects_a_wrong_judge(judge, record):
-    worlds = worlds_of(JUDGES[judge])
-    off = total_variation(round_law(judge, worlds).law, worlds.joint)
+    worlds = worlds_of(STOP_TABLES[judge])
+    off = total_variation(round_distribution(judge, worlds).dist, worlds.joint)
     record(judge, "enumeration", f"{len(off)} worlds, no sampling", f"TV up to {off.max():.3f}")
-    assert (round_law(judge, worlds).law - worlds.joint).abs().max() > 1e-3
+    assert (round_distribution(judge, worlds).dist - worlds.joint).abs().max() > 1e-3
 
 
 @pytest.mark.statistical
@@ -70,11 +70,11 @@ def test_the_loop_rejects_a_wrong_drafter(drafter, record):
 
 def test_the_same_enumeration_passes_a_right_judge():
     worlds = worlds_of("drawn")
-    assert (round_law(judge_token, worlds).law - worlds.joint).abs().max() < 1e-12
+    assert (round_distribution(token_stop_table, worlds).dist - worlds.joint).abs().max() < 1e-12
 
 
 def test_there_are_enough_controls_and_the_kept_table_names_them_all():
-    names = [c.__name__ for c in (*JUDGES, *VERIFIERS, *DRAFTERS)]
+    names = [c.__name__ for c in (*STOP_TABLES, *VERIFIERS, *DRAFTERS)]
     assert len(names) >= 15
     missing = [n for n in names if f"`{n}`" not in DOC.read_text()]
     assert not missing, f"docs/controls.md lacks {missing}: run `make controls`"

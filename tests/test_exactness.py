@@ -1,7 +1,7 @@
-"""Drafter × rule × sampling, end to end through the engine: the joint law of three tokens, by G-test.
+"""Drafter × rule × sampling, end to end through the engine: the joint distribution of three tokens, by G-test.
 
-The target is a two-layer transformers model with its cache, 8 tokens; the law is found by whole forwards of every
-prefix and transformers' own processors (engine/laws.py). False alarms: α = 1e-6 a test, seeds fixed.
+The target is a two-layer transformers model with its cache, 8 tokens; the distribution is found by whole forwards of every
+prefix and transformers' own processors (engine/distributions.py). False alarms: α = 1e-6 a test, seeds fixed.
 
 How small a bias shows with power 0.9 is √(λ/4N) in total variation for N texts, where it is spread evenly over the
 cells, with λ = 225 for the 512 texts of three tokens and 85 where filters leave 64: 0.075 and 0.046 with 10,000 texts.
@@ -12,15 +12,15 @@ many. `slow` is the whole grid with 4,000 texts a cell, and every rule with 100,
 import pytest
 
 import draftproof as dp
-from draftproof.core.sampling import Sampling
+from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
 from draftproof.models.hf import HFModel
-from engine.laws import counts, joint_law
-from engine.talk import talk
+from engine.many_texts import talk
+from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import PROMPT, V, llama, neighbour
-from evidence import g_test
+from g_test import g_test
 
 pytestmark = pytest.mark.statistical
 
@@ -28,18 +28,18 @@ ALPHA = 1e-6
 LENGTH, BUDGET, SLOTS = 3, 4, 3
 
 WARPS = {
-    "plain": Sampling(),
-    "temperature": Sampling(temperature=0.6),
-    "top-k": Sampling(top_k=3),
-    "top-p": Sampling(top_p=0.8),
-    "min-p": Sampling(min_p=0.2),
-    "repetition": Sampling(repetition_penalty=1.6),
-    "presence": Sampling(presence_penalty=1.5),
-    "frequency": Sampling(frequency_penalty=1.2),
-    "bias": Sampling(logit_bias={1: 1.5, 4: -2.0}),
-    "greedy": Sampling(temperature=0),
-    "filters": Sampling(temperature=1.3, top_k=6, top_p=0.95, min_p=0.02),
-    "all": Sampling(
+    "plain": SamplingParams(),
+    "temperature": SamplingParams(temperature=0.6),
+    "top-k": SamplingParams(top_k=3),
+    "top-p": SamplingParams(top_p=0.8),
+    "min-p": SamplingParams(min_p=0.2),
+    "repetition": SamplingParams(repetition_penalty=1.6),
+    "presence": SamplingParams(presence_penalty=1.5),
+    "frequency": SamplingParams(frequency_penalty=1.2),
+    "bias": SamplingParams(logit_bias={1: 1.5, 4: -2.0}),
+    "greedy": SamplingParams(temperature=0),
+    "filters": SamplingParams(temperature=1.3, top_k=6, top_p=0.95, min_p=0.02),
+    "all": SamplingParams(
         temperature=1.3,
         top_k=6,
         top_p=0.95,
@@ -85,18 +85,18 @@ def _branches(make, rule: str) -> int:
     return 2 if rule == "tree" and make() != "prompt-lookup" else 1
 
 
-def check(speaker: dp.Engine, samplings: list[Sampling], n: int, budget: int = BUDGET) -> None:
-    """Text i is asked for with samplings[i % n]: each kind has its own law, and each is held to it."""
+def check(speaker: dp.Engine, samplings: list[SamplingParams], n: int, budget: int = BUDGET) -> None:
+    """Text i is asked for with samplings[i % n]: each kind has its own distribution, and each is held to it."""
     made = talk(speaker, PROMPT, samplings, n, length=LENGTH, budget=budget)
     assert made.drafting_mattered
     for i, sampling in enumerate(samplings):
         seen = counts(made.texts[i :: len(samplings)], V)
-        value = g_test(seen, joint_law(llama(), PROMPT, sampling, LENGTH))
+        value = g_test(seen, joint_distribution(llama(), PROMPT, sampling, LENGTH))
         assert value > ALPHA, f"{sampling}: p = {value:.1e} over {int(seen.sum())} texts"
 
 
 @every_pair
-def test_texts_have_the_targets_joint_law_whoever_drafts(rule, make):
+def test_texts_have_the_targets_joint_distribution_whoever_drafts(rule, make):
     """3,000 texts: TV 0.14. The suffix automaton, slow under executed annotations, makes 600: TV 0.3; its tokens are
     chosen, and every rule treats them as it does those of the others."""
     speaker = engine(make, rule)
@@ -104,13 +104,13 @@ def test_texts_have_the_targets_joint_law_whoever_drafts(rule, make):
 
 
 @every_rule
-def test_texts_have_the_targets_joint_law_under_all_warps_at_once(rule):
+def test_texts_have_the_targets_joint_distribution_under_all_warps_at_once(rule):
     """2,000 texts: TV 0.17."""
     check(engine(neighbour, rule), [WARPS["all"]], 2000)
 
 
 @every_rule
-def test_rows_of_one_batch_each_have_the_law_of_their_own_sampling(rule):
+def test_rows_of_one_batch_each_have_the_distribution_of_their_own_sampling(rule):
     """Every warp in turn, 200 texts each in mixed batches: TV 0.5 for each kind (greedy: a single wrong text). Batches
     are mixed in a second test, `test_a_row_does_not_depend_on_its_neighbours`, which compares token for token."""
     check(engine(neighbour, rule), list(WARPS.values()), 200 * len(WARPS))
@@ -130,13 +130,13 @@ def test_nor_does_a_draft_length_that_follows_what_was_kept(rule):
 
 
 @pytest.mark.parametrize("warp", FILTERS)
-def test_each_filter_alone_has_its_law(warp):
+def test_each_filter_alone_has_its_distribution(warp):
     """10,000 texts: TV 0.075, and 0.046 where few tokens are left."""
     check(engine(neighbour, "block"), [WARPS[warp]], 10_000)
 
 
 @pytest.mark.parametrize("warp", PENALTIES)
-def test_each_penalty_alone_has_its_law(warp):
+def test_each_penalty_alone_has_its_distribution(warp):
     """3,000 texts: TV 0.14 (a penalty is worked out row by row, and takes its time)."""
     check(engine(neighbour, "block"), [WARPS[warp]], 3000)
 
@@ -154,6 +154,6 @@ def test_the_whole_grid(rule, make, warp):
 
 @pytest.mark.slow
 @every_rule
-def test_texts_have_the_targets_joint_law_seen_closely(rule):
+def test_texts_have_the_targets_joint_distribution_seen_closely(rule):
     """100,000 texts: TV 0.024, and 0.015 where the filters leave 64 kinds."""
     check(engine(neighbour, rule), [WARPS["filters"]], 100_000)

@@ -56,7 +56,7 @@ def test_imports_only_go_down(file):
 @pytest.mark.parametrize(
     ("layer", "line"),
     [
-        ("core", "from draftproof.verify.token import token"),
+        ("core", "from draftproof.rules.token import token"),
         ("audit", "import draftproof.engine.round"),
         ("verify", "def f():\n    from draftproof.models import Model"),
         ("core", "import transformers"),
@@ -95,5 +95,5 @@ def test_every_public_name_is_there(name):
 
 
 def test_verify_stays_a_function_whatever_was_imported_first():
-    code = "import draftproof.verify.token, draftproof as dp; import sys; sys.exit(not callable(dp.verify))"
+    code = "import draftproof.rules.token, draftproof as dp; import sys; sys.exit(not callable(dp.verify))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof.core.law import Law
-from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling
-from draftproof.core.types import PAD, Draft, Inexact
-from draftproof.drafters import Drafter
-from draftproof.drafters.table import DRAFTERS, resolve
+from draftproof.core.distribution import Distribution
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams
+from draftproof.core.types import PAD, Draft, InexactError
+from draftproof.drafters.interface import Drafter
+from draftproof.drafters.registry import DRAFTERS, resolve
 from draftproof.models.hf import HFModel
-from draftproof.verify import RULES, Verifier
+from draftproof.rules import RULES, Verifier
 from engine.tiny import PROMPT, V, llama, neighbour
 
 NAMES = [*DRAFTERS, "early-exit:1", "a model"]
-WARM = Sampling(temperature=0.9, top_k=6, seed=11)
+WARM = SamplingParams(temperature=0.9, top_k=6, seed=11)
 every_name = pytest.mark.parametrize("name", NAMES)
 every_rule = pytest.mark.parametrize("rule", RULES)
 
@@ -54,7 +54,7 @@ def test_the_same_request_gives_the_same_text_again(name, rule):
 def test_a_tree_goes_with_the_tree_rule_alone(name, rule):
     prompts = [[0, 1, 2, 0, 1, 3, 0, 1]]
     assert engine(name, "tree", branches=2).generate(prompts, WARM, max_tokens=6)[0].stats.drafted > 0
-    with pytest.raises(Inexact, match='use rule="tree"'):
+    with pytest.raises(InexactError, match='use rule="tree"'):
         engine(name, rule, branches=2).generate(prompts, WARM, max_tokens=6)
 
 
@@ -69,22 +69,22 @@ def test_what_the_table_makes_is_a_drafter(name):
 # -------------------------------------------------------------------------------------------------------- rules
 
 
-def laws(B: int, J: int, seed: int) -> Law:
+def dists(B: int, J: int, seed: int) -> Distribution:
     numbers = torch.Generator().manual_seed(seed)
-    return Law.of(torch.rand((B, J, V), generator=numbers).pow(3))
+    return Distribution.of(torch.rand((B, J, V), generator=numbers).pow(3))
 
 
-def draft(B: int, K: int, q: Law | None, lengths: list[int]) -> Draft:
+def draft(B: int, K: int, q: Distribution | None, lengths: list[int]) -> Draft:
     tokens = torch.randint(V, (B, K), generator=torch.Generator().manual_seed(3))
     return Draft(tokens, torch.tensor(lengths), q)
 
 
 @every_rule
 def test_a_rule_is_a_verifier_and_a_pure_function(rule):
-    p, noise = laws(5, 4, 1), Noise(torch.arange(5), torch.arange(5) + 9)
-    given = draft(5, 3, laws(5, 3, 2), [3, 0, 2, 1, 3])
+    p, rng = dists(5, 4, 1), Philox(torch.arange(5), torch.arange(5) + 9)
+    given = draft(5, 3, dists(5, 3, 2), [3, 0, 2, 1, 3])
     before = p.logits.clone(), given.tokens.clone()
-    one, other = RULES[rule](p, given, noise), RULES[rule](p, given, noise)
+    one, other = RULES[rule](p, given, rng), RULES[rule](p, given, rng)
     assert isinstance(RULES[rule], Verifier)
     assert torch.equal(one.tokens, other.tokens)
     assert torch.equal(p.logits, before[0])
@@ -96,9 +96,9 @@ def test_a_rule_is_a_verifier_and_a_pure_function(rule):
 @pytest.mark.parametrize("drawn", [True, False])
 def test_a_verdict_is_the_head_of_the_draft_and_one_token_more(rule, drawn):
     lengths = [3, 0, 2, 1, 3, 3]
-    given = draft(6, 3, laws(6, 3, 2) if drawn else None, lengths)
+    given = draft(6, 3, dists(6, 3, 2) if drawn else None, lengths)
     for seed in range(20):
-        verdict = RULES[rule](laws(6, 4, 1), given, Noise(torch.arange(6) + 100 * seed, torch.arange(6)))
+        verdict = RULES[rule](dists(6, 4, 1), given, Philox(torch.arange(6) + 100 * seed, torch.arange(6)))
         for b, length in enumerate(lengths):
             n = int(verdict.accepted[b])
             assert 0 <= n <= length
@@ -109,20 +109,20 @@ def test_a_verdict_is_the_head_of_the_draft_and_one_token_more(rule, drawn):
 
 @every_rule
 def test_a_row_of_a_verdict_does_not_depend_on_its_neighbours(rule):
-    p, q = laws(5, 4, 1), laws(5, 3, 2)
-    given, noise = draft(5, 3, q, [3, 0, 2, 1, 3]), Noise(torch.arange(5) * 7, torch.arange(5) + 9)
-    together = RULES[rule](p, given, noise)
+    p, q = dists(5, 4, 1), dists(5, 3, 2)
+    given, rng = draft(5, 3, q, [3, 0, 2, 1, 3]), Philox(torch.arange(5) * 7, torch.arange(5) + 9)
+    together = RULES[rule](p, given, rng)
     for b in range(5):
         row = torch.tensor([b])
-        one = Draft(given.tokens[row], given.lengths[row], Law.of(q.probs()[row]))
-        alone = RULES[rule](Law.of(p.probs()[row]), one, noise.take(row))
+        one = Draft(given.tokens[row], given.lengths[row], Distribution.of(q.probs()[row]))
+        alone = RULES[rule](Distribution.of(p.probs()[row]), one, rng.take(row))
         assert alone.tokens.tolist() == together.tokens[row].tolist()
 
 
 @every_rule
 def test_no_draft_at_all_is_one_draw_from_the_target(rule):
-    p = Law.of(torch.nn.functional.one_hot(torch.tensor([[4], [6]]), V).float())
+    p = Distribution.of(torch.nn.functional.one_hot(torch.tensor([[4], [6]]), V).float())
     nothing = Draft(torch.empty((2, 0), dtype=torch.long), torch.zeros(2, dtype=torch.long))
-    verdict = RULES[rule](p, nothing, Noise(torch.arange(2), torch.arange(2)))
+    verdict = RULES[rule](p, nothing, Philox(torch.arange(2), torch.arange(2)))
     assert verdict.tokens.tolist() == [[4], [6]]
     assert verdict.accepted.tolist() == [0, 0]

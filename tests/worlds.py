@@ -5,8 +5,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from draftproof.audit.enumerate import Scenarios
-from draftproof.core.law import Law
+from draftproof.auditor.enumerate import Scenarios
+from draftproof.core.distribution import Distribution
 from draftproof.core.types import PAD, Draft
 
 Tables = list[Tensor]  # one a depth: [N, V^d, V]
@@ -46,11 +46,11 @@ def random_tables(
     return target, drafter
 
 
-def joint_law(target: Tables) -> Tensor:
-    law = target[0].flatten(1)
+def joint_distribution(target: Tables) -> Tensor:
+    dist = target[0].flatten(1)
     for rows in target[1:]:
-        law = (law[..., None] * rows).flatten(1)
-    return law
+        dist = (dist[..., None] * rows).flatten(1)
+    return dist
 
 
 def chains(N: int, V: int, K: int, seed: int, *, kind: str = "drawn", full: bool = False) -> Scenarios:
@@ -69,19 +69,19 @@ def chains(N: int, V: int, K: int, seed: int, *, kind: str = "drawn", full: bool
         is_chosen = torch.rand((N, V**i), generator=generator) < {"chosen": 2.0, "mixed": 0.5}.get(kind, -1.0)
         choice = torch.randint(V, (N, V**i), generator=generator)
         drawn[:, :, i] = ~is_chosen[:, code]
-        law = torch.where(drawn[:, :, i : i + 1], q, torch.nn.functional.one_hot(choice[:, code], V).double())
+        dist = torch.where(drawn[:, :, i : i + 1], q, torch.nn.functional.one_hot(choice[:, code], V).double())
         if kind == "ragged":
             stops = (torch.rand((N, V**i), generator=generator) < 0.3)[:, code] & (lengths == K)
             lengths = torch.where(stops, i, lengths)
-        said = law.gather(-1, tokens[:, i].expand(N, X)[..., None])[..., 0]
+        said = dist.gather(-1, tokens[:, i].expand(N, X)[..., None])[..., 0]
         chance = chance * torch.where(lengths == K, said, 1.0 / V)  # behind a stop all continuations are one draft
         q_rows.append(q)
         code = code * V + tokens[:, i]
         p_rows.append(target[i + 1][:, code])
-    p = Law.of(torch.stack(p_rows, 2).flatten(0, 1))
-    q_law = None if kind == "chosen" else Law.of(torch.stack(q_rows, 2).flatten(0, 1))
-    draft = Draft(tokens.repeat(N, 1), lengths.flatten(), q_law, drawn.flatten(0, 1) if kind == "mixed" else None)
-    return _possible(joint_law(target), chance, p, draft)
+    p = Distribution.of(torch.stack(p_rows, 2).flatten(0, 1))
+    q_dist = None if kind == "chosen" else Distribution.of(torch.stack(q_rows, 2).flatten(0, 1))
+    draft = Draft(tokens.repeat(N, 1), lengths.flatten(), q_dist, drawn.flatten(0, 1) if kind == "mixed" else None)
+    return _possible(joint_distribution(target), chance, p, draft)
 
 
 TREES = {
@@ -116,38 +116,42 @@ def trees(N: int, V: int, shape: list[int], seed: int, *, kind: str) -> Scenario
             if shape[j] == parent:
                 earlier.scatter_(1, tokens[:, j : j + 1], True)
         rest = q.masked_fill(earlier, 0.0)
-        spare = (~earlier).double() + earlier.all(-1, keepdim=True)  # q is used up: any fixed law on what is left
+        spare = (~earlier).double() + earlier.all(
+            -1, keepdim=True
+        )  # q is used up: any fixed distribution on what is left
         rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, spare)
         rest = rest / rest.sum(-1, keepdim=True)
         choice = torch.randint(V, (N, V**d), generator=generator)[:, above]
         q = torch.where(mode == 1, rest, q)
-        law = torch.where(mode == 2, torch.nn.functional.one_hot(choice, V).double(), q)
-        chance = chance * law.gather(-1, tokens[:, i].expand(N, X)[..., None])[..., 0]
+        dist = torch.where(mode == 2, torch.nn.functional.one_hot(choice, V).double(), q)
+        chance = chance * dist.gather(-1, tokens[:, i].expand(N, X)[..., None])[..., 0]
         drawn[:, :, i] = (mode != 2)[..., 0]
         q_rows.append(q)
         codes.append(above * V + tokens[:, i])
         p_rows.append(target[d + 1][:, codes[-1]])
-    p = Law.of(torch.stack(p_rows, 2).flatten(0, 1))
-    q_law = None if kind == "chosen" else Law.of(torch.stack(q_rows, 2).flatten(0, 1))
+    p = Distribution.of(torch.stack(p_rows, 2).flatten(0, 1))
+    q_dist = None if kind == "chosen" else Distribution.of(torch.stack(q_rows, 2).flatten(0, 1))
     draft = Draft(
         tokens.repeat(N, 1),
         torch.full((N * X,), K),
-        q_law,
+        q_dist,
         drawn.flatten(0, 1) if kind == "mixed" else None,
         torch.tensor(shape).expand(N * X, K),
     )
-    return _possible(joint_law(target), chance, p, draft)
+    return _possible(joint_distribution(target), chance, p, draft)
 
 
-def _possible(joint: Tensor, chance: Tensor, p: Law, draft: Draft) -> Scenarios:
+def _possible(joint: Tensor, chance: Tensor, p: Distribution, draft: Draft) -> Scenarios:
     """Only the drafts that can be made."""
     world = torch.arange(len(joint)).repeat_interleave(chance.shape[1])
     made = (chance.flatten() > 0).nonzero()[:, 0]
-    return Scenarios(joint, world[made], chance.flatten()[made], take_law(p, made), take_draft(draft, made))
+    return Scenarios(joint, world[made], chance.flatten()[made], take_distribution(p, made), take_draft(draft, made))
 
 
-def take_law(law: Law, rows: Tensor) -> Law:
-    return Law(law.logits[rows], law.scale[rows], law.cutoff[rows], law.lse[rows], law.point[rows], law.vocab)
+def take_distribution(dist: Distribution, rows: Tensor) -> Distribution:
+    return Distribution(
+        dist.logits[rows], dist.scale[rows], dist.cutoff[rows], dist.lse[rows], dist.point[rows], dist.vocab
+    )
 
 
 def take_draft(draft: Draft, rows: Tensor) -> Draft:
@@ -157,10 +161,20 @@ def take_draft(draft: Draft, rows: Tensor) -> Draft:
     return Draft(
         draft.tokens[rows],
         draft.lengths[rows],
-        None if draft.law is None else take_law(draft.law, rows),
+        None if draft.q is None else take_distribution(draft.q, rows),
         some(draft.drawn),
         some(draft.parents),
     )
 
 
-__all__ = ["PAD", "TREES", "chains", "joint_law", "random_rows", "random_tables", "take_draft", "take_law", "trees"]
+__all__ = [
+    "PAD",
+    "TREES",
+    "chains",
+    "joint_distribution",
+    "random_rows",
+    "random_tables",
+    "take_draft",
+    "take_distribution",
+    "trees",
+]

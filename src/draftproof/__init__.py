@@ -1,55 +1,66 @@
 """Lossless speculative decoding: exact by construction, proven by enumeration, audited end to end.
 
-The public names, each imported when it is first used: `import draftproof` costs nothing.
+The public names. Each is imported when it is first used, so that `import draftproof` loads neither torch nor
+transformers; type checkers and editors read the same names with their real signatures below.
 """
 
-import sys
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, overload
 
 if TYPE_CHECKING:
-    from draftproof.audit.certificate import Certificate
-    from draftproof.audit.decoder import Decoder, Said, Sample
-    from draftproof.core.law import Law, Vocab, overlap, residual, total_variation
-    from draftproof.core.noise import Noise, Site
-    from draftproof.core.sampling import Sampling, warp
-    from draftproof.core.types import PAD, Deviation, Draft, History, Inexact, Round, Verdict
-    from draftproof.drafters import Asks, Context, Drafter, Shown
+    from draftproof.auditor.api import audit
+    from draftproof.auditor.certificate import Certificate
+    from draftproof.auditor.interface import Decoded, Decoder, Sample
+    from draftproof.core.distribution import Distribution, DraftVocab, overlap, residual, total_variation
+    from draftproof.core.rng import Philox, Purpose
+    from draftproof.core.sampling import SamplingParams, warp
+    from draftproof.core.types import PAD, Deviation, Draft, History, InexactError, Round, Verdict
+    from draftproof.drafters.interface import Context, Drafter, TargetFeatures, TargetOutputs
     from draftproof.engine.engine import Engine
     from draftproof.engine.load import load
     from draftproof.engine.request import Chunk, Output, Stats
-    from draftproof.verify import RULES, Verifier
+    from draftproof.integrations import llguidance, transformers
+    from draftproof.models.tokenizer import OnePrompt
+    from draftproof.rules import RULES, Verifier, lossy
+    from draftproof.rules.api import verify
 
 __version__: Final = "0.1.0"
 
-_HOME: Final = {
-    **dict.fromkeys(("Law", "Vocab", "overlap", "residual", "total_variation"), "core.law"),
-    **dict.fromkeys(("Noise", "Site"), "core.noise"),
-    **dict.fromkeys(("Sampling", "warp"), "core.sampling"),
-    **dict.fromkeys(("PAD", "Deviation", "Draft", "History", "Inexact", "Round", "Verdict"), "core.types"),
-    **dict.fromkeys(("RULES", "Verifier"), "verify"),
-    **dict.fromkeys(("Asks", "Context", "Drafter", "Shown"), "drafters"),
+__all__ = [  # noqa: RUF022  (in the order in which a user meets them)
+    # generate with the bundled model, or with yours
+    "generate", "load", "SamplingParams", "Engine", "Output", "Chunk", "Stats", "transformers", "llguidance",
+    # verify drafts inside another engine
+    "verify", "Verdict", "RULES", "InexactError", "PAD", "History", "warp", "Distribution", "DraftVocab",
+    # audit a decoder
+    "audit", "Certificate", "Decoder", "Decoded", "Sample", "Round",
+    # write a drafter or a rule
+    "Drafter", "Context", "Draft", "TargetFeatures", "TargetOutputs", "Philox", "Purpose", "Verifier",
+    "residual", "overlap", "total_variation", "lossy", "Deviation",
+]  # fmt: skip
+
+_MODULE_OF: Final = {
+    **dict.fromkeys(("Distribution", "DraftVocab", "overlap", "residual", "total_variation"), "core.distribution"),
+    **dict.fromkeys(("Philox", "Purpose"), "core.rng"),
+    **dict.fromkeys(("SamplingParams", "warp"), "core.sampling"),
+    **dict.fromkeys(("PAD", "Deviation", "Draft", "History", "InexactError", "Round", "Verdict"), "core.types"),
+    **dict.fromkeys(("RULES", "Verifier"), "rules"),
+    **dict.fromkeys(("Context", "Drafter", "TargetFeatures", "TargetOutputs"), "drafters.interface"),
     **dict.fromkeys(("Chunk", "Output", "Stats"), "engine.request"),
-    **dict.fromkeys(("Decoder", "Said", "Sample"), "audit.decoder"),
-    **dict.fromkeys(("Certificate",), "audit.certificate"),
+    **dict.fromkeys(("Decoded", "Decoder", "Sample"), "auditor.interface"),
+    "Certificate": "auditor.certificate",
     "Engine": "engine.engine",
+    "audit": "auditor.api",
     "load": "engine.load",
+    "verify": "rules.api",
 }
 
 _MODULES: Final = {
-    "lossy": "verify.lossy",
+    "lossy": "rules.lossy",
     "llguidance": "integrations.llguidance",
     "transformers": "integrations.transformers",
 }
-
-__all__ = [  # noqa: RUF022  (by layer)
-    "Law", "Vocab", "overlap", "residual", "total_variation", "Noise", "Site", "Sampling", "warp",
-    "PAD", "Deviation", "Draft", "History", "Inexact", "Round", "Verdict", "RULES", "Verifier", "verify", "lossy",
-    "Asks", "Context", "Drafter", "Shown", "Chunk", "Output", "Stats", "Engine", "load", "generate", "transformers",
-    "audit", "Certificate", "Decoder", "Said", "Sample",
-]  # fmt: skip
 
 
 @cache
@@ -59,14 +70,29 @@ def _bundled_engine() -> "Engine":
     return load()
 
 
-def generate(prompt: Any, sampling: "Sampling | None" = None, **options: Any) -> "Output | list[Output]":
-    """Continue a prompt with the bundled model: `Engine.generate` of `load()`, which is made once."""
-    return _bundled_engine().generate(prompt, sampling, **options)
+@overload
+def generate(prompts: "OnePrompt", sampling: "SamplingParams | None" = None, **options: Any) -> "Output": ...
+
+
+@overload
+def generate(
+    prompts: "Sequence[OnePrompt]",
+    sampling: "SamplingParams | Sequence[SamplingParams] | None" = None,
+    **options: Any,
+) -> "list[Output]": ...
+
+
+def generate(prompts: Any, sampling: Any = None, **options: Any) -> Any:
+    """Continue a prompt, or a list of prompts, with the bundled model.
+
+    The same as `Engine.generate` of `load()`, whose engine is made once. One prompt gives an `Output`, a list a list.
+    """
+    return _bundled_engine().generate(prompts, sampling, **options)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"draftproof.{_HOME[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"draftproof.{_MODULE_OF[name]}"), name)
     if name in _MODULES:
         return import_module(f"draftproof.{_MODULES[name]}")
     raise AttributeError(f"module 'draftproof' has no attribute {name!r}")
@@ -74,30 +100,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
-
-
-class _Public(ModuleType):
-    """Lets a function have the name of the folder it is the door of.
-
-    The import system binds a folder's module to the package when it is first imported, which would hide the function
-    behind the module or not, depending on who imported what. A property is not overwritten.
-    """
-
-    @property
-    def verify(self) -> Any:
-        return import_module("draftproof.verify.entrance").verify
-
-    @verify.setter
-    def verify(self, folder: ModuleType) -> None:
-        pass
-
-    @property
-    def audit(self) -> Any:
-        return import_module("draftproof.audit.examine").audit
-
-    @audit.setter
-    def audit(self, folder: ModuleType) -> None:
-        pass
-
-
-sys.modules[__name__].__class__ = _Public

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 import draftproof as dp
 from draftproof.engine import load as door
-from draftproof.models import headfile
-from draftproof.models.head import Head
-from draftproof.models.tapped import shape_for
+from draftproof.models.head.network import Head
+from draftproof.models.head.network import file as headfile
+from draftproof.models.head.taps import shape_for
 
 QUICK = ("--bias", "0.9", "--length", "24", "--batch", "8", "--num-draft-tokens", "2")
 
@@ -38,7 +38,7 @@ def test_a_clean_engine_leaves_with_0_and_its_certificate_is_kept(run, model, pr
 
 
 @pytest.mark.parametrize("name", ["head", "suffix+head"])
-def test_bets_on_a_heads_own_law_decide(run, model, prompts, tmp_path, name):
+def test_bets_on_a_heads_own_distribution_decide(run, model, prompts, tmp_path, name):
     target = AutoModelForCausalLM.from_pretrained(model)
     meta = headfile.meta_for(target, tuple(range(40, 140)), target="tiny", training={}, licence="")
     headfile.save(tmp_path, Head(shape_for(target)), meta)
@@ -47,7 +47,7 @@ def test_bets_on_a_heads_own_law_decide(run, model, prompts, tmp_path, name):
     assert said.status == 0, said.out + said.err
     certificate = dp.Certificate.load(tmp_path / "audit.json")
     assert certificate.tested["drafter model"] == "a head of 100 tokens"
-    drafted = ["toward the drafter's law", *(["toward copied text"] if name.startswith("suffix") else [])]
+    drafted = ["toward the drafter's distribution", *(["toward copied text"] if name.startswith("suffix") else [])]
     assert certificate.smallest_bias == max(certificate.visible[bet] for bet in drafted)
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from draftproof.cli import options
 from draftproof.cli.main import COMMANDS
-from draftproof.drafters.table import DRAFTERS, is_name
-from draftproof.verify import RULES
+from draftproof.drafters.registry import DRAFTERS, is_name
+from draftproof.rules import RULES
 
 
 def test_help_names_every_command_and_gives_examples(run):

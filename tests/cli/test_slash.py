@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from draftproof.cli.conversation import Conversation, Settings, restored
+from draftproof.cli.chat import Conversation, Settings, restored
+from draftproof.cli.generate import Answer
 from draftproof.cli.options import Choice
 from draftproof.cli.slash import COMMANDS, LeaveChat, obey
-from draftproof.cli.streaming import Answer
 
 SAMPLING = {"temperature": 0.7, "top_k": None, "top_p": 1.0, "min_p": 0.0, "seed": 3}
 

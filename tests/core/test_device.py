@@ -3,22 +3,22 @@
 import pytest
 import torch
 
-from draftproof.core import host
+from draftproof.core.device import AsyncCopy, current_device, is_cpu, to_device
 
 CPU = torch.device("cpu")
 
 
 def test_what_is_sent_comes_back():
-    sent = host.sent([[1, -(2**62)], [3, 4]], CPU)
+    sent = to_device([[1, -(2**62)], [3, 4]], CPU)
     assert sent.dtype == torch.long
-    assert host.Fetch(sent).read().tolist() == [[1, -(2**62)], [3, 4]]
-    assert host.sent([0.5], CPU, torch.float64).tolist() == [0.5]
-    assert host.sent([], CPU).shape == (0,)
+    assert AsyncCopy(sent).read().tolist() == [[1, -(2**62)], [3, 4]]
+    assert to_device([0.5], CPU, torch.float64).tolist() == [0.5]
+    assert to_device([], CPU).shape == (0,)
 
 
 def test_only_the_host_is_the_host():
-    assert host.is_host(CPU)
-    assert not host.is_host(torch.device("cuda"))
+    assert is_cpu(CPU)
+    assert not is_cpu(torch.device("cuda"))
 
 
 def test_numbers_elsewhere_cannot_be_looked_at_through_numpy():
@@ -32,12 +32,12 @@ def test_numbers_elsewhere_cannot_be_looked_at_through_numpy():
 def test_a_gpu_is_waited_for_only_by_who_reads():
     torch.cuda.set_sync_debug_mode("error")
     try:
-        fetches = [host.Fetch(host.sent([n], torch.device("cuda")) * 2) for n in range(50)]
+        fetches = [AsyncCopy(to_device([n], torch.device("cuda")) * 2) for n in range(50)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [int(fetch.read()[0]) for fetch in fetches] == [2 * n for n in range(50)]
 
 
 def test_the_host_is_no_device_to_be_on():
-    with host.on(CPU):
-        assert host.sent([1], CPU).tolist() == [1]
+    with current_device(CPU):
+        assert to_device([1], CPU).tolist() == [1]

@@ -4,18 +4,16 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from draftproof.core.closing import TRIALS, close, thin
-from draftproof.core.draw import CHUNK, FEW, chunk_sums, draw, invert, pick
-from draftproof.core.law import residual
-from draftproof.core.noise import Noise, Site
-from draftproof.core.race import run
-from evidence import g_test
+from draftproof.core.distribution import residual
+from draftproof.core.draw import CHUNK, ROW_BY_ROW, TRIALS, chunk_sums, close, draw, invert, pick, race_weights, thin
+from draftproof.core.rng import Philox, Purpose
+from g_test import g_test
 
 ALPHA = 1e-6
 
 
-def noise(n, seed=0):
-    return Noise(torch.arange(n) + seed * 10_000_019, torch.full((n,), 11))
+def rng(n, seed=0):
+    return Philox(torch.arange(n) + seed * 10_000_019, torch.full((n,), 11))
 
 
 def test_inverting_passes_over_zeros_and_never_leaves_the_weights():
@@ -35,14 +33,14 @@ def test_chunk_sums_add_up_for_any_vocabulary():
 @pytest.mark.parametrize("V", [3, CHUNK, 1200, 4 * CHUNK])
 def test_few_rows_are_drawn_as_many_are(V, dtype):
     """The same tokens to the last bit: numbers at both ends, rows with zeros."""
-    rows = 3 * FEW
+    rows = 3 * ROW_BY_ROW
     weights = torch.rand(rows, V, dtype=dtype, generator=torch.Generator().manual_seed(4))
     weights[weights < 0.4] = 0
     weights[:, -1] = torch.where(weights.sum(-1) == 0, 1.0, weights[:, -1])
-    first, second = (part[:, 0].clone() for part in noise(rows).pair(Site.CLOSE, torch.zeros(1, dtype=torch.long)))
+    first, second = (part[:, 0].clone() for part in rng(rows).pair(Purpose.CLOSE, torch.zeros(1, dtype=torch.long)))
     first[:4], second[2:6] = torch.tensor([0.0, 1 - 2.0**-53] * 2), torch.tensor([0.0, 1 - 2.0**-53] * 2)
     many = draw(weights, first, second)
-    parts = zip(weights.split(FEW), first.split(FEW), second.split(FEW), strict=True)
+    parts = zip(weights.split(ROW_BY_ROW), first.split(ROW_BY_ROW), second.split(ROW_BY_ROW), strict=True)
     assert torch.equal(many, torch.cat([draw(*part) for part in parts]))
     assert (weights.gather(-1, many[:, None]) > 0).all()
 
@@ -54,7 +52,7 @@ def test_one_row_passes_over_zeros_and_never_leaves_the_weights():
 
 
 def spread(V=1200, n=40, seed=1):
-    """A law whose mass lies in tokens of several chunks, with zeros in between."""
+    """A distribution whose mass lies in tokens of several chunks, with zeros in between."""
     g = torch.Generator().manual_seed(seed)
     p = torch.zeros(V)
     p[torch.randperm(V, generator=g)[:n]] = torch.rand(n, generator=g).pow(2) + 0.01
@@ -63,16 +61,16 @@ def spread(V=1200, n=40, seed=1):
 
 def counts(sampler, p, S, batch=2_000):
     """S draws, a batch at a time: each row looks into chunks of its own."""
-    tokens = torch.cat([sampler(p.expand(batch, -1), noise(batch, seed)) for seed in range(S // batch)])
+    tokens = torch.cat([sampler(p.expand(batch, -1), rng(batch, seed)) for seed in range(S // batch)])
     return torch.bincount(tokens[tokens >= 0], minlength=len(p))
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("sampler", [close, run])
-def test_draws_have_the_law_of_the_weights_across_chunks(sampler):
+@pytest.mark.parametrize("sampler", [close, race_weights])
+def test_draws_have_the_distribution_of_the_weights_across_chunks(sampler):
     """1e5 draws, 40 cells over 3 chunks: a bias of TV 0.015 shows at alpha with power > 0.9.
 
-    The control is the same counts against a law that is a little more peaked (TV about 0.03).
+    The control is the same counts against a distribution that is a little more peaked (TV about 0.03).
     """
     p = spread()
     seen = counts(sampler, p, 100_000)
@@ -81,7 +79,7 @@ def test_draws_have_the_law_of_the_weights_across_chunks(sampler):
 
 
 @pytest.mark.statistical
-def test_thinning_has_the_law_of_the_residual():
+def test_thinning_has_the_distribution_of_the_residual():
     """4e4 draws: TV 0.025 shows at alpha. The control tests them against p, where a skipped residual draws."""
     p, q = spread(seed=1), spread(seed=2) * 0.5 + spread(seed=1) * 0.5
 
@@ -97,7 +95,7 @@ def test_thinning_has_the_law_of_the_residual():
 def test_thinning_gives_up_where_nothing_is_left():
     p = spread()[None]
     one = torch.ones(1).double()
-    assert thin(p, one, lambda rows, x: p.gather(-1, x).double(), noise(1)).tolist() == [-1]
+    assert thin(p, one, lambda rows, x: p.gather(-1, x).double(), rng(1)).tolist() == [-1]
     assert TRIALS == 64
 
 
@@ -111,8 +109,8 @@ def test_the_tail_of_a_large_vocabulary_is_reached():
     p[: V // 2] = torch.arange(1, V // 2 + 1).float().pow(-1.2)
     p[: V // 2] *= (1 - tail) / p[: V // 2].sum()
     p[V // 2 :] = tail / (V - V // 2)
-    for sampler in (close, run):
-        tokens = torch.cat([sampler(p.expand(50, -1), noise(50, seed)) for seed in range(S // 50)])
+    for sampler in (close, race_weights):
+        tokens = torch.cat([sampler(p.expand(50, -1), rng(50, seed)) for seed in range(S // 50)])
         hits = int((tokens >= V // 2).sum())
         assert binom.cdf(hits, S, tail) > ALPHA / 2
         assert binom.sf(hits - 1, S, tail) > ALPHA / 2
@@ -127,7 +125,7 @@ def test_one_24_bit_number_would_leave_most_of_the_tail_out_of_reach():
     grid = torch.arange(int((1 - tail) * 2**24), 2**24, dtype=torch.float64)[None] * 2.0**-24
     assert len(invert(p, grid).unique()) < 0.1 * V
     n = 2_000
-    first = 1 - tail * noise(1).uniform(Site.CLOSE, torch.arange(n))[0]
-    second = noise(1).uniform(Site.THIN, torch.arange(n))[0]
+    first = 1 - tail * rng(1).uniform(Purpose.CLOSE, torch.arange(n))[0]
+    second = rng(1).uniform(Purpose.THIN, torch.arange(n))[0]
     tokens = torch.cat([draw(p.expand(50, -1), u, v) for u, v in zip(first.split(50), second.split(50), strict=True)])
     assert len(tokens.unique()) > 0.97 * n  # distinct, as 2 000 out of 150 000 should be (expected repeats: 13)

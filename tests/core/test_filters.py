@@ -5,17 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftproof.core.largest import FEW, FOLDS, argmax, largest
+from draftproof.core.filters import FOLD_BELOW, FOLDS, argmax, largest
 
 SPECIAL = [0.0, 1.0, -1.0, 2.5, -math.inf, math.inf, math.nan]
 
 
 def rows(R: int, seed: int, kinds: int | None = None) -> torch.Tensor:
     """Three rows of random numbers, or of few different ones."""
-    noise = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     if kinds is None:
-        return torch.randn(3, R, generator=noise)
-    return torch.tensor(SPECIAL[:kinds])[torch.randint(kinds, (3, R), generator=noise)]
+        return torch.randn(3, R, generator=rng)
+    return torch.tensor(SPECIAL[:kinds])[torch.randint(kinds, (3, R), generator=rng)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -25,7 +25,7 @@ def test_the_largest_are_those_that_sorting_finds(R, k, seed, kinds):
     assert torch.equal(largest(logits, k), logits.sort(descending=True).values[:, :k])
 
 
-@pytest.mark.parametrize("R", [FOLDS * FEW * 9, FOLDS * FEW * 9 + 5])
+@pytest.mark.parametrize("R", [FOLDS * FOLD_BELOW * 9, FOLDS * FOLD_BELOW * 9 + 5])
 def test_folding_finds_what_lies_in_one_column_and_what_lies_behind_all(R):
     """Most of the largest in a single column, and one in the last number of the row; 9 is where folding is used."""
     logits = rows(R, 0)

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from draftproof.core import host
-from draftproof.core.dense import edited, law_of, unedited
-from draftproof.core.law import Vocab
-from draftproof.core.sampling import Sampling, warp
+from draftproof.core import device as core_device
+from draftproof.core.distribution import DraftVocab
+from draftproof.core.penalties import edited_without_sync
+from draftproof.core.sampling import SamplingParams, unedited, warp, warp_without_sync
 from draftproof.core.types import PAD, ROOT, Draft, History
 
 V, B = 12, 4
 SAMPLINGS = [
-    Sampling(repetition_penalty=1.3, temperature=0.7),
-    Sampling(presence_penalty=0.4, frequency_penalty=0.3, logit_bias={2: 1.5, 11: -2.0}, top_k=5),
-    Sampling(repetition_penalty=0.8, frequency_penalty=-0.2, temperature=0.0, logit_bias={0: -float("inf")}),
-    Sampling(),
+    SamplingParams(repetition_penalty=1.3, temperature=0.7),
+    SamplingParams(presence_penalty=0.4, frequency_penalty=0.3, logit_bias={2: 1.5, 11: -2.0}, top_k=5),
+    SamplingParams(repetition_penalty=0.8, frequency_penalty=-0.2, temperature=0.0, logit_bias={0: -float("inf")}),
+    SamplingParams(),
 ]
 HISTORIES = [History([1, 2, 2], [3, 3, 3, 11]), History([0], [5, 5, 7]), History([4, 4], [4, 9]), History([1], [2])]
 
@@ -25,12 +25,12 @@ def on_device(history):
 
 @pytest.mark.parametrize("ids", [None, (7, 3, 0, 11, 5, 2)])
 @pytest.mark.parametrize("J", [1, 3])
-def test_laws_elsewhere_are_those_of_the_host(monkeypatch, ids, J):
-    vocab = None if ids is None else Vocab.of(torch.tensor(ids), V)
+def test_distributions_elsewhere_are_those_of_the_host(monkeypatch, ids, J):
+    vocab = None if ids is None else DraftVocab.of(torch.tensor(ids), V)
     logits = torch.randn((B, J, V if ids is None else len(ids)), generator=torch.Generator().manual_seed(0)) * 3
     wanted = warp(logits, SAMPLINGS, HISTORIES, vocab=vocab)
-    monkeypatch.setattr(host, "is_host", lambda device: False)
-    made = law_of(logits, SAMPLINGS, [on_device(h) for h in HISTORIES], vocab)
+    monkeypatch.setattr(core_device, "HOST", "none")
+    made = warp_without_sync(logits, SAMPLINGS, [on_device(h) for h in HISTORIES], vocab)
     assert torch.equal(made.logits, wanted.logits)
     assert torch.equal(made.probs(), wanted.probs())
 
@@ -46,29 +46,29 @@ def drafts():
 
 @pytest.mark.parametrize("draft", drafts(), ids=["chain", "tree"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_targets_law_elsewhere_counts_the_draft_as_on_the_host(monkeypatch, draft, masked):
+def test_a_targets_distribution_elsewhere_counts_the_draft_as_on_the_host(monkeypatch, draft, masked):
     numbers = torch.Generator().manual_seed(1)
     logits = torch.randn((B, 5, V), generator=numbers) * 3
     allowed = torch.rand((B, 5, V), generator=numbers) < 0.7 if masked else None
     wanted = warp(logits, SAMPLINGS, HISTORIES, draft, allowed)
     uncounted = warp(logits, SAMPLINGS, HISTORIES, allowed=allowed)
     assert not torch.equal(uncounted.logits, wanted.logits)
-    monkeypatch.setattr(host, "is_host", lambda device: False)
-    made = law_of(logits, SAMPLINGS, HISTORIES, draft=draft, allowed=allowed)
+    monkeypatch.setattr(core_device, "HOST", "none")
+    made = warp_without_sync(logits, SAMPLINGS, HISTORIES, draft=draft, allowed=allowed)
     assert torch.equal(made.logits, wanted.logits)
     assert torch.equal(made.probs(), wanted.probs())
 
 
 def test_a_bias_needs_no_history_elsewhere(monkeypatch):
-    logits, biased = torch.zeros((1, 1, V)), [Sampling(logit_bias={2: 1.5})]
-    monkeypatch.setattr(host, "is_host", lambda device: False)
-    assert law_of(logits, biased, None).logits[0, 0].tolist() == [0.0, 0.0, 1.5] + [0.0] * 9
+    logits, biased = torch.zeros((1, 1, V)), [SamplingParams(logit_bias={2: 1.5})]
+    monkeypatch.setattr(core_device, "HOST", "none")
+    assert warp_without_sync(logits, biased, None).logits[0, 0].tolist() == [0.0, 0.0, 1.5] + [0.0] * 9
 
 
-def test_without_the_penalties_it_would_be_another_law():
+def test_without_the_penalties_it_would_be_another_distribution():
     """What the test above would not see must show here."""
     logits = torch.randn((B, 1, V), generator=torch.Generator().manual_seed(0)) * 3
-    changed = (edited(logits, SAMPLINGS, HISTORIES, None) != logits).flatten(1).any(1)
+    changed = (edited_without_sync(logits, SAMPLINGS, HISTORIES, None) != logits).flatten(1).any(1)
     assert changed.tolist() == [True, True, True, False]
     assert [s.temperature for s in unedited(SAMPLINGS)] == [s.temperature for s in SAMPLINGS]
     assert not any(s.penalises or s.logit_bias for s in unedited(SAMPLINGS))
@@ -76,5 +76,5 @@ def test_without_the_penalties_it_would_be_another_law():
 
 def test_the_logits_that_were_given_stay_as_they_are():
     logits = torch.ones((B, 1, V))
-    edited(logits, SAMPLINGS, HISTORIES, None)
+    edited_without_sync(logits, SAMPLINGS, HISTORIES, None)
     assert torch.equal(logits, torch.ones((B, 1, V)))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftproof.core.noise import Noise, Site, philox, philox_numpy
+from draftproof.core.rng import Philox, Purpose, philox, philox_numpy
 
 # Random123's kat_vectors for philox4x32-10: counter, key, result.
 F = 0xFFFFFFFF
@@ -25,48 +25,48 @@ def test_philox_gives_the_published_vectors(counter, key, result):
     assert (int(even[0, 0, 0]), int(odd[0, 0, 0]), int(even[1, 0, 0]), int(odd[1, 0, 0])) == result
 
 
-def some_noise(n=3):
-    return Noise(torch.arange(n) * 7919 - 5, torch.arange(n) * 3)
+def some_rng(n=3):
+    return Philox(torch.arange(n) * 7919 - 5, torch.arange(n) * 3)
 
 
 def test_torch_and_numpy_give_the_same_numbers():
-    noise, lanes = some_noise(), torch.arange(9)
+    rng, lanes = some_rng(), torch.arange(9)
     counter = torch.empty(4, 3, 9, dtype=torch.long)
-    counter[0], counter[1], counter[2], counter[3] = lanes, 2, noise.starts[:, None], int(Site.CLOSE)
-    words = philox(counter, torch.stack([noise.seeds & F, (noise.seeds >> 32) & F])[..., None])
+    counter[0], counter[1], counter[2], counter[3] = lanes, 2, rng.starts[:, None], int(Purpose.CLOSE)
+    words = philox(counter, torch.stack([rng.seeds & F, (rng.seeds >> 32) & F])[..., None])
     first = ((words[0] >> 5) * 2**26 + (words[1] >> 6)).double() * 2.0**-53
     second = ((words[2] >> 5) * 2**26 + (words[3] >> 6)).double() * 2.0**-53
-    here = noise.pair(Site.CLOSE, lanes, 2)
+    here = rng.pair(Purpose.CLOSE, lanes, 2)
     assert torch.equal(here[0], first)
     assert torch.equal(here[1], second)
 
 
 def test_the_numbers_of_several_j_are_those_of_each():
-    noise, each = some_noise(), torch.tensor([4, 0, 9])
-    together = noise.pairs(Site.DRAFT, torch.zeros(3, dtype=torch.long), each)
+    rng, each = some_rng(), torch.tensor([4, 0, 9])
+    together = rng.pairs(Purpose.DRAFT, torch.zeros(3, dtype=torch.long), each)
     for n, j in enumerate(each.tolist()):
-        alone = noise.pairs(Site.DRAFT, torch.zeros(1, dtype=torch.long), j)
+        alone = rng.pairs(Purpose.DRAFT, torch.zeros(1, dtype=torch.long), j)
         assert torch.equal(together[..., n : n + 1], alone)
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-    many, alone = some_noise(), some_noise().take(torch.tensor([1]))
+    many, alone = some_rng(), some_rng().take(torch.tensor([1]))
     assert torch.equal(many.coins(4)[1:2], alone.coins(4))
 
 
 def test_no_two_addresses_share_a_number():
     seen = []
     for start in (5, 6):
-        noise = Noise(torch.tensor([1, 2, 2**40]), torch.full((3,), start))
-        for site in Site:
+        rng = Philox(torch.tensor([1, 2, 2**40]), torch.full((3,), start))
+        for purpose in Purpose:
             for j in (0, 1):
-                seen.append(noise.uniform(site, torch.arange(50), j).flatten())
+                seen.append(rng.uniform(purpose, torch.arange(50), j).flatten())
     numbers = torch.cat(seen)
     assert len(numbers.unique()) == len(numbers)
 
 
 def test_uniforms_have_53_bits_and_lie_below_one():
-    u = Noise(torch.tensor([3]), torch.tensor([0])).uniform(Site.CLOSE, torch.arange(200_000))[0]
+    u = Philox(torch.tensor([3]), torch.tensor([0])).uniform(Purpose.CLOSE, torch.arange(200_000))[0]
     assert u.min() >= 0
     assert u.max() < 1
     assert ((u * 2**53) % 1 == 0).all()
@@ -75,6 +75,6 @@ def test_uniforms_have_53_bits_and_lie_below_one():
 
 
 def test_exponentials_are_positive_and_have_mean_one():
-    e = Noise(torch.tensor([3]), torch.tensor([0])).exponential(Site.POSITION, torch.arange(200_000))[0]
+    e = Philox(torch.tensor([3]), torch.tensor([0])).exponential(Purpose.POSITION, torch.arange(200_000))[0]
     assert e.min() > 0
     assert abs(e.mean() - 1) < 5 / 200_000**0.5

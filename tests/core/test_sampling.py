@@ -1,4 +1,4 @@
-"""`warp` gives the laws that plain decoding with transformers' own processors would draw from."""
+"""`warp` gives the distributions that plain decoding with transformers' own processors would draw from."""
 
 import itertools
 import math
@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from draftproof.core.law import Vocab
-from draftproof.core.sampling import Sampling, warp
+from draftproof.core.distribution import DraftVocab
+from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import Draft, History
 
 V = 3000
@@ -54,24 +54,24 @@ def borderline(p, q, top_p):
 
 
 SAMPLINGS = [
-    Sampling(),
-    Sampling(temperature=0.6),
-    Sampling(temperature=0.0),
-    Sampling(temperature=1.7, top_k=50),
-    Sampling(top_k=1),
-    Sampling(top_k=10**6),
-    Sampling(top_p=0.9),
-    Sampling(temperature=0.5, top_p=0.3),
-    Sampling(temperature=2.5, top_p=0.999),
-    Sampling(min_p=0.05),
-    Sampling(temperature=0.8, top_k=50, top_p=0.9),
-    Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.1),
-    Sampling(top_p=0.95, min_p=0.02),
-    Sampling(repetition_penalty=1.3),
-    Sampling(repetition_penalty=0.8, temperature=0.7, top_k=20),
-    Sampling(presence_penalty=1.5, frequency_penalty=-0.5),
-    Sampling(logit_bias={3: 5.0, 7: -math.inf, 11: -2.0}),
-    Sampling(0.9, 64, 0.92, 0.01, 1.1, 0.4, 0.3, {5: 4.0}),
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.7, top_k=50),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=10**6),
+    SamplingParams(top_p=0.9),
+    SamplingParams(temperature=0.5, top_p=0.3),
+    SamplingParams(temperature=2.5, top_p=0.999),
+    SamplingParams(min_p=0.05),
+    SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.1),
+    SamplingParams(top_p=0.95, min_p=0.02),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(repetition_penalty=0.8, temperature=0.7, top_k=20),
+    SamplingParams(presence_penalty=1.5, frequency_penalty=-0.5),
+    SamplingParams(logit_bias={3: 5.0, 7: -math.inf, 11: -2.0}),
+    SamplingParams(0.9, 64, 0.92, 0.01, 1.1, 0.4, 0.3, {5: 4.0}),
 ]
 
 
@@ -85,16 +85,18 @@ def test_agrees_with_transformers_at_every_scored_position(s):
     history = [
         History(torch.randint(V, (9,), generator=g).tolist(), draft.tokens[b, :1].tolist() * b) for b in range(B)
     ]
-    law = warp(logits, [s] * B, history, draft)
-    ours = law.probs()
+    dist = warp(logits, [s] * B, history, draft)
+    ours = dist.probs()
     for b, j in itertools.product(range(B), range(K + 1)):
         output = list(history[b].output) + draft.tokens[b, : min(j, int(draft.lengths[b]))].tolist()
         theirs = reference(logits[b, j], s, list(history[b].prompt), output)
         assert (ours[b, j] - theirs).abs().max() < 1e-6
         same = torch.equal(ours[b, j] > 0, theirs > 0)
-        assert same or borderline(reference(logits[b, j], Sampling(s.temperature, s.top_k), [], []), ours, s.top_p)
+        assert same or borderline(
+            reference(logits[b, j], SamplingParams(s.temperature, s.top_k), [], []), ours, s.top_p
+        )
         tokens = torch.randint(V, (5,), generator=g)
-        at = law.at(torch.tensor([b]), torch.tensor([j]))
+        at = dist.at(torch.tensor([b]), torch.tensor([j]))
         torch.testing.assert_close(
             at.log_probs(tokens[None]).exp()[0].float(), ours[b, j, tokens], atol=1e-7, rtol=1e-5
         )
@@ -111,76 +113,92 @@ def test_rows_of_one_batch_may_all_differ():
 
 def test_ties_at_a_cutoff_are_all_kept():
     logits = torch.tensor([[[3.0, 2.0, 2.0, 2.0, 1.0, 0.0]]])
-    assert (warp(logits, [Sampling(top_k=2)]).probs() > 0).sum() == 4
-    assert (warp(logits, [Sampling(top_p=0.5)]).probs() > 0).sum() == 4
+    assert (warp(logits, [SamplingParams(top_k=2)]).probs() > 0).sum() == 4
+    assert (warp(logits, [SamplingParams(top_p=0.5)]).probs() > 0).sum() == 4
     flat = torch.zeros(1, 1, 5000)
-    assert (warp(flat, [Sampling(top_p=0.1)]).probs() > 0).all()
-    torch.testing.assert_close(warp(flat, [Sampling(top_k=7)]).probs(), torch.full((1, 1, 5000), 1 / 5000))
+    assert (warp(flat, [SamplingParams(top_p=0.1)]).probs() > 0).all()
+    torch.testing.assert_close(warp(flat, [SamplingParams(top_k=7)]).probs(), torch.full((1, 1, 5000), 1 / 5000))
 
 
 def test_a_tie_beyond_the_k_largest_counts_in_top_p():
     """Five equal tokens, k = 2: top-k keeps all five, so each has a fifth of the mass and top-p sees that."""
-    law = warp(torch.tensor([[[1.0] * 5 + [0.0]]]), [Sampling(top_k=2, top_p=0.5)])
-    torch.testing.assert_close(law.probs()[0, 0], torch.tensor([0.2] * 5 + [0.0]))
+    dist = warp(torch.tensor([[[1.0] * 5 + [0.0]]]), [SamplingParams(top_k=2, top_p=0.5)])
+    torch.testing.assert_close(dist.probs()[0, 0], torch.tensor([0.2] * 5 + [0.0]))
 
 
 def test_greedy_takes_the_first_of_equals():
-    assert warp(torch.tensor([[[0.0, 2.0, 2.0]]]), [Sampling(temperature=0)]).point.tolist() == [[1]]
+    assert warp(torch.tensor([[[0.0, 2.0, 2.0]]]), [SamplingParams(temperature=0)]).point.tolist() == [[1]]
 
 
 def test_masked_tokens_have_no_probability_and_filters_work_on_what_is_left():
     logits = torch.tensor([[[9.0, 3.0, 2.0, 1.0]]])
     allowed = torch.tensor([[[False, True, True, True]]])
-    probs = warp(logits, [Sampling(top_k=2)], allowed=allowed).probs()[0, 0]
+    probs = warp(logits, [SamplingParams(top_k=2)], allowed=allowed).probs()[0, 0]
     torch.testing.assert_close(probs, torch.tensor([-math.inf, 3.0, 2.0, -math.inf]).softmax(0))
-    assert warp(logits, [Sampling(temperature=0)], allowed=allowed).point.tolist() == [[1]]
+    assert warp(logits, [SamplingParams(temperature=0)], allowed=allowed).point.tolist() == [[1]]
 
 
 def test_logits_are_held_by_reference_where_nothing_edits_them():
     logits = torch.randn(2, 3, 50)
-    assert warp(logits, [Sampling(temperature=0.7, top_k=5)] * 2).logits.data_ptr() == logits.data_ptr()
+    assert warp(logits, [SamplingParams(temperature=0.7, top_k=5)] * 2).logits.data_ptr() == logits.data_ptr()
     before = logits.clone()
-    warp(logits, [Sampling(repetition_penalty=2.0)] * 2, [History([1], [2])] * 2)
+    warp(logits, [SamplingParams(repetition_penalty=2.0)] * 2, [History([1], [2])] * 2)
     assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_row_that_is_no_law_has_a_nan_normaliser(bad):
+def test_a_row_that_is_no_distribution_has_a_nan_normaliser(bad):
     logits = torch.randn(3, 1, 700)
     logits[1, 0, 650] = bad
-    for s in (Sampling(), Sampling(temperature=0), Sampling(top_k=5), Sampling(top_p=0.5), Sampling(min_p=0.1)):
+    for s in (
+        SamplingParams(),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.5),
+        SamplingParams(min_p=0.1),
+    ):
         assert warp(logits, [s] * 3).lse.isnan()[:, 0].tolist() == [False, True, False]
     nothing = torch.full((1, 1, 9), -math.inf)
-    assert warp(nothing, [Sampling(top_k=3, top_p=0.5)]).lse.isnan().all()
+    assert warp(nothing, [SamplingParams(top_k=3, top_p=0.5)]).lse.isnan().all()
 
 
 def test_at_a_tree_node_only_its_ancestors_count_as_seen():
     logits = torch.zeros(1, 4, 10)
     draft = Draft(torch.tensor([[3, 4, 5]]), torch.tensor([3]), parents=torch.tensor([[-1, -1, 1]]))
-    probs = warp(logits, [Sampling(presence_penalty=1.0)], [History([], [])], draft).probs()[0]
+    probs = warp(logits, [SamplingParams(presence_penalty=1.0)], [History([], [])], draft).probs()[0]
     lowered = [set((row < row.max() - 1e-6).nonzero()[:, 0].tolist()) for row in probs]
     assert lowered == [set(), {3}, {4}, {4, 5}]
 
 
 def test_a_reduced_vocabulary_is_zero_elsewhere_and_draws_target_ids():
     ids = torch.tensor([7, 2, 9])
-    law = warp(torch.tensor([[[0.0, 1.0, 2.0]]]), [Sampling()], vocab=Vocab.of(ids, 12))
+    dist = warp(torch.tensor([[[0.0, 1.0, 2.0]]]), [SamplingParams()], vocab=DraftVocab.of(ids, 12))
     dense = torch.zeros(12).index_copy(0, ids, torch.tensor([0.0, 1.0, 2.0]).softmax(0))
-    torch.testing.assert_close(law.probs()[0, 0], dense)
-    assert law.vocab_size == 12
-    assert law.log_prob(torch.tensor([[3]])).item() == -math.inf
-    assert warp(torch.tensor([[[0.0, 1.0, 2.0]]]), [Sampling(temperature=0)], vocab=Vocab.of(ids, 12)).point.item() == 9
+    torch.testing.assert_close(dist.probs()[0, 0], dense)
+    assert dist.vocab_size == 12
+    assert dist.log_prob(torch.tensor([[3]])).item() == -math.inf
+    assert (
+        warp(
+            torch.tensor([[[0.0, 1.0, 2.0]]]), [SamplingParams(temperature=0)], vocab=DraftVocab.of(ids, 12)
+        ).point.item()
+        == 9
+    )
     penalised = warp(
-        torch.zeros(1, 1, 3), [Sampling(presence_penalty=1.0)], [History([], [2, 11])], vocab=Vocab.of(ids, 12)
+        torch.zeros(1, 1, 3),
+        [SamplingParams(presence_penalty=1.0)],
+        [History([], [2, 11])],
+        vocab=DraftVocab.of(ids, 12),
     ).probs()[0, 0]
     assert penalised[2] < penalised[7] == penalised[9]
 
 
 def test_small_temperatures_keep_their_precision():
-    """scale · logit in float32 would be off by whole units at T = 1e-5; the law must still be the softmax."""
+    """scale · logit in float32 would be off by whole units at T = 1e-5; the distribution must still be the softmax."""
     logits = torch.tensor([[[30.0, 30.00001, 29.9]]])
     exact = (logits.double() / 1e-5).softmax(-1)
-    torch.testing.assert_close(warp(logits, [Sampling(temperature=1e-5)]).probs().double(), exact, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        warp(logits, [SamplingParams(temperature=1e-5)]).probs().double(), exact, atol=1e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,9 +224,9 @@ def test_small_temperatures_keep_their_precision():
 def test_a_wrong_value_names_the_field_the_value_and_the_range(field, value, words):
     # a wrong type is caught by the annotations, which the tests execute, before our own check can say the same
     with pytest.raises((ValueError, TypeError), match=words):
-        Sampling(**{field: value})
+        SamplingParams(**{field: value})
 
 
 def test_penalties_without_history_are_refused():
     with pytest.raises(ValueError, match=r"row 1 asks for a penalty.*history"):
-        warp(torch.zeros(2, 1, 5), [Sampling(), Sampling(presence_penalty=1.0)])
+        warp(torch.zeros(2, 1, 5), [SamplingParams(), SamplingParams(presence_penalty=1.0)])

@@ -6,18 +6,17 @@ from functools import cache
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftproof.drafters import Drafter
-from draftproof.drafters.choice import Choice
-from draftproof.drafters.early_exit import early_exit
 from draftproof.drafters.head import HeadDrafter
-from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.interface import Drafter
+from draftproof.drafters.model import ModelDrafter, early_exit
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import Suffix
-from draftproof.models.fitted import FittedHead
-from draftproof.models.head import Head
+from draftproof.drafters.switch import Switch
+from draftproof.models.head.attach import FittedHead
+from draftproof.models.head.network import Head
+from draftproof.models.head.taps import shape_for
 from draftproof.models.hf import HFModel
-from draftproof.models.tapped import shape_for
 from draftproof.models.toy import Toy
 
 V = 6
@@ -30,7 +29,7 @@ def toy(vocab_size: int = V, seed: int = 5) -> Toy:
 
 @cache
 def net(max_length: int = 64, device: str = "cpu") -> LlamaForCausalLM:
-    """Random weights, two layers, a real K/V cache; its logits are spread so that laws differ."""
+    """Random weights, two layers, a real K/V cache; its logits are spread so that distributions differ."""
     config = LlamaConfig(
         vocab_size=V,
         hidden_size=16,
@@ -76,7 +75,7 @@ CHAINS: dict[str, Callable[[], Drafter]] = {
     "head": lambda: HeadDrafter(random_head()),
     "head, confidence": lambda: HeadDrafter(random_head(), confidence=0.3),
     "head, smaller vocabulary": lambda: HeadDrafter(random_head(4)),
-    "suffix or head": lambda: Choice(Suffix(), HeadDrafter(random_head(4)), enough=3),
+    "suffix or head": lambda: Switch(Suffix(), HeadDrafter(random_head(4)), enough=3),
 }
 TREES: dict[str, Callable[[], Drafter]] = {
     "ngram, tree": lambda: NGram(3, branches=3, least=0.01),
@@ -85,7 +84,7 @@ TREES: dict[str, Callable[[], Drafter]] = {
     "model, tree, confidence": lambda: ModelDrafter(toy(), branches=3, confidence=0.3),
     "early exit, tree": lambda: early_exit(tiny_llama(), 1, branches=2),
     "head, tree": lambda: HeadDrafter(random_head(), branches=2),
-    "suffix or head, tree": lambda: Choice(Suffix(branches=2), HeadDrafter(random_head(4), branches=2), enough=3),
+    "suffix or head, tree": lambda: Switch(Suffix(branches=2), HeadDrafter(random_head(4), branches=2), enough=3),
 }
 KEEPING: dict[str, Callable[[], Drafter]] = {
     "ngram, kept": lambda: NGram(keep=True),

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from drafters.rounds import Row, noise_of, row
-from drafters.zoo import ALL, CHAINS, KEEPING, TREES, V
-from draftproof.core.sampling import Sampling
+from drafters.every_drafter import ALL, CHAINS, KEEPING, TREES, V
+from drafters.toy_rounds import Row, rng_of, row
+from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import PAD, ROOT, Draft
-from draftproof.drafters import NOTHING, Asks, Drafter, Shown, asks
-from draftproof.drafters.choice import Choice
+from draftproof.drafters.interface import NOTHING, Drafter, TargetFeatures, TargetOutputs, features_of
+from draftproof.drafters.switch import Switch
 
 SAMPLINGS = (
-    Sampling(temperature=0.8, top_k=4),
-    Sampling(temperature=0),
-    Sampling(repetition_penalty=1.3, frequency_penalty=0.2),
+    SamplingParams(temperature=0.8, top_k=4),
+    SamplingParams(temperature=0),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2),
 )
 
 every = pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
@@ -34,17 +34,17 @@ def go_on(rows: list[Row], draft: Draft, drafter: Drafter, seed: int) -> None:
     for b, r in enumerate(rows):
         line = first_line(draft, b)
         kept = line[: int(torch.randint(len(line) + 1, (), generator=numbers))]
-        r.shown = _shown(asks(drafter), len(r.tokens), len(kept) + 1, numbers)
+        r.shown = _shown(features_of(drafter), len(r.tokens), len(kept) + 1, numbers)
         r.tokens += [*kept, int(torch.randint(V, (), generator=numbers))]
 
 
-def _shown(wanted: Asks, known: int, scored: int, numbers: torch.Generator) -> Shown | None:
+def _shown(wanted: TargetFeatures, known: int, scored: int, numbers: torch.Generator) -> TargetOutputs | None:
     """Anything at all, of the right shape."""
     if wanted == NOTHING:
         return None
     top = torch.randint(V, (scored, wanted.top), generator=numbers) if wanted.top else None
     hidden = tuple(torch.randn((scored, 16), generator=numbers) for _ in wanted.layers)
-    return Shown(known + scored - 1, top, hidden)
+    return TargetOutputs(known + scored - 1, top, hidden)
 
 
 def first_line(draft: Draft, b: int) -> list[int]:
@@ -62,19 +62,19 @@ def first_line(draft: Draft, b: int) -> list[int]:
 def play(drafter: Drafter, rows: list[Row], rounds: int = 5) -> list[Draft]:
     drafts = []
     for i in range(rounds):
-        drafts.append(drafter.propose(rows, [(4 + b + i) % 6 for b in range(len(rows))], noise_of(rows)))
+        drafts.append(drafter.propose(rows, [(4 + b + i) % 6 for b in range(len(rows))], rng_of(rows)))
         go_on(rows, drafts[-1], drafter, seed=i)
     return drafts
 
 
 def same(one: Draft, other: Draft) -> bool:
-    """Row for row the same draft; the laws to rounding."""
-    laws = (one.law is None) == (other.law is None)
-    if laws and one.law is not None and other.law is not None:
+    """Row for row the same draft; the distributions to rounding."""
+    dists = (one.q is None) == (other.q is None)
+    if dists and one.q is not None and other.q is not None:
         real = torch.arange(one.tokens.shape[1]) < one.lengths[:, None]
-        laws = torch.allclose(one.law.probs()[real], other.law.probs()[real], atol=1e-5)
+        dists = torch.allclose(one.q.probs()[real], other.q.probs()[real], atol=1e-5)
     parents = one.parents is None or other.parents is None or torch.equal(one.parents, other.parents)
-    return laws and parents and torch.equal(one.tokens, other.tokens) and torch.equal(one.lengths, other.lengths)
+    return dists and parents and torch.equal(one.tokens, other.tokens) and torch.equal(one.lengths, other.lengths)
 
 
 def only(draft: Draft, b: int) -> tuple[list[int], list[int] | None]:
@@ -97,11 +97,11 @@ def test_a_draft_is_well_formed(make):
         assert bool((draft.tokens[~real] == PAD).all())
         if draft.parents is not None:
             assert bool(((draft.parents < slot) & (draft.parents >= ROOT)).all())
-        if draft.law is not None:
-            assert draft.law.lse.shape == (B, K)
-            assert draft.law.vocab_size == V
+        if draft.q is not None:
+            assert draft.q.lse.shape == (B, K)
+            assert draft.q.vocab_size == V
             drawn = real if draft.drawn is None else real & draft.drawn
-            assert bool((draft.law.log_prob(draft.tokens)[drawn] > -torch.inf).all())
+            assert bool((draft.q.log_prob(draft.tokens)[drawn] > -torch.inf).all())
 
 
 @pytest.mark.parametrize("make", TREES.values(), ids=TREES.keys())
@@ -123,8 +123,8 @@ def test_a_draft_is_a_function_of_contexts_and_noise(make):
 def test_asking_again_gives_the_same_draft(make):
     drafter, rows = make(), batch(9, 3, 14)
     play(drafter, rows)
-    first = drafter.propose(rows, [5, 3, 4], noise_of(rows))
-    assert same(first, drafter.propose(rows, [5, 3, 4], noise_of(rows)))
+    first = drafter.propose(rows, [5, 3, 4], rng_of(rows))
+    assert same(first, drafter.propose(rows, [5, 3, 4], rng_of(rows)))
 
 
 @every_alone
@@ -133,8 +133,8 @@ def test_a_row_does_not_depend_on_its_neighbours(make):
     alone, twin = make(), batch(9, 3, 14)[1]
     for i in range(5):
         k = [(4 + b + i) % 6 for b in range(3)]
-        draft = drafter.propose(rows, k, noise_of(rows))
-        assert only(draft, 1) == only(alone.propose([twin], k[1:2], noise_of([twin])), 0)
+        draft = drafter.propose(rows, k, rng_of(rows))
+        assert only(draft, 1) == only(alone.propose([twin], k[1:2], rng_of([twin])), 0)
         go_on(rows, draft, drafter, seed=i)
         twin.tokens, twin.shown = list(rows[1].tokens), rows[1].shown
 
@@ -142,17 +142,17 @@ def test_a_row_does_not_depend_on_its_neighbours(make):
 @every
 def test_a_row_asked_for_nothing_gets_nothing(make):
     drafter, rows = make(), batch(9, 3, 14)
-    assert int(drafter.propose(rows, [3, 0, 2], noise_of(rows)).lengths[1]) == 0
-    empty = drafter.propose(rows, [0, 0, 0], noise_of(rows))
+    assert int(drafter.propose(rows, [3, 0, 2], rng_of(rows)).lengths[1]) == 0
+    empty = drafter.propose(rows, [0, 0, 0], rng_of(rows))
     assert empty.tokens.shape == (3, 0)
     assert empty.lengths.tolist() == [0, 0, 0]
-    assert int(drafter.propose(rows, [1, 1, 1], noise_of(rows)).lengths.max()) <= 1
+    assert int(drafter.propose(rows, [1, 1, 1], rng_of(rows)).lengths.max()) <= 1
 
 
 @every
 def test_a_context_of_one_token_is_enough(make):
     rows = batch(1)
-    draft = make().propose(rows, [4], noise_of(rows))
+    draft = make().propose(rows, [4], rng_of(rows))
     assert int(draft.lengths[0]) <= 4
 
 
@@ -161,9 +161,9 @@ def test_requests_come_and_go(make):
     drafter, rows = make(), batch(9, 3, 14)
     play(drafter, rows)
     rows = [rows[2], *batch(8, first=7, seed=1), rows[0]]
-    draft = drafter.propose(rows, [4, 4, 4], noise_of(rows))
+    draft = drafter.propose(rows, [4, 4, 4], rng_of(rows))
     for b, r in enumerate(rows):
-        assert only(draft, b) == only(make().propose([r], [4], noise_of([r])), 0) or r.shown is not None
+        assert only(draft, b) == only(make().propose([r], [4], rng_of([r])), 0) or r.shown is not None
 
 
 @every
@@ -171,7 +171,7 @@ def test_memory_is_bounded_by_the_batch(make):
     drafter = make()
     for first in range(0, 12, 3):
         play(drafter, batch(9, 3, 14, first=first), rounds=2)
-    parts = [drafter._copying, drafter._other] if isinstance(drafter, Choice) else [drafter]
+    parts = [drafter._copying, drafter._other] if isinstance(drafter, Switch) else [drafter]
     for part in parts:
         remembered = getattr(part, "_memory", None)
         assert (len(remembered) if remembered is not None else len(part._reader._cache.lengths)) == 3
@@ -181,21 +181,21 @@ def test_memory_is_bounded_by_the_batch(make):
 def test_what_is_kept_serves_the_next_request(make):
     drafter = make()
     first = row(0, [9, 8])
-    drafter.propose([first], [4], noise_of([first]))
+    drafter.propose([first], [4], rng_of([first]))
     first.tokens += [1, 2, 3, 4, 5, 0]
-    drafter.propose([first], [4], noise_of([first]))
+    drafter.propose([first], [4], rng_of([first]))
     second = row(1, [3, 2, 1, 2])
-    drafter.propose([second], [0], noise_of([second]))
-    assert drafter.propose([second], [3], noise_of([second])).tokens.tolist() == [[3, 4, 5]]
+    drafter.propose([second], [0], rng_of([second]))
+    assert drafter.propose([second], [3], rng_of([second])).tokens.tolist() == [[3, 4, 5]]
 
 
 @pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING.keys())
 def test_who_throws_the_coins_of_an_earlier_request_does_not_see_what_they_made(make):
     drafter = make()
     first = row(0, [9, 8])
-    drafter.propose([first], [4], noise_of([first]))
+    drafter.propose([first], [4], rng_of([first]))
     first.tokens += [1, 2, 3, 4, 5, 0]
-    drafter.propose([first], [4], noise_of([first]))
+    drafter.propose([first], [4], rng_of([first]))
     second = row(1, [3, 2, 1, 2])
-    coins = noise_of([row(0, second.tokens)])
+    coins = rng_of([row(0, second.tokens)])
     assert int(drafter.propose([second], [3], coins).lengths[0]) == int(make().propose([second], [3], coins).lengths[0])

@@ -1,4 +1,4 @@
-"""Every drafter under every rule says exactly what the target would: the joint law of three tokens, by G-test.
+"""Every drafter under every rule says exactly what the target would: the joint distribution of three tokens, by G-test.
 
 False alarms: α = 1e-6 a test, seeds fixed. With 2000 texts (of trees 3000) over 64 cells a total variation of about 0.1
 is seen; the controls are real mistakes of that size and must fail with as many. Where drafting is slow here (a suffix
@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drafters.rounds import exact_law, p_value, row, speak
-from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling, warp
+from drafters.toy_rounds import exact_distribution, p_value, row, speak
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import PAD, Draft
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.statistical
 ALPHA = 1e-6
 V, LENGTH, SLOTS = 4, 3, 3
 PROMPT = [0, 1, 2, 3, 0, 1, 2, 0, 1]
-WARM = Sampling(temperature=0.8, top_k=3)
+WARM = SamplingParams(temperature=0.8, top_k=3)
 TARGET = Toy.random(V, order=2, seed=1)
 NEAR = Toy(TARGET.table + torch.randn((V, V, V), generator=torch.Generator().manual_seed(2)))
 SMALL = Toy(NEAR.table[: V - 1, : V - 1, : V - 1])
@@ -53,9 +53,9 @@ TREES = {
 }
 
 
-def p_of(drafter, rule: str, texts: int, sampling: Sampling = WARM, slots: int = SLOTS) -> float:
+def p_of(drafter, rule: str, texts: int, sampling: SamplingParams = WARM, slots: int = SLOTS) -> float:
     said = speak(TARGET, drafter, rule, [row(i, PROMPT, sampling) for i in range(texts)], slots=slots, length=LENGTH)
-    return p_value(exact_law(TARGET, PROMPT, sampling, LENGTH), said, V)
+    return p_value(exact_distribution(TARGET, PROMPT, sampling, LENGTH), said, V)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -73,16 +73,16 @@ def test_a_tree_says_what_the_target_would(make, texts):
 
 @pytest.mark.parametrize("rule", ["block", "tree"])
 def test_penalties_count_what_was_drafted(rule):
-    wary = Sampling(temperature=0.9, repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3)
+    wary = SamplingParams(temperature=0.9, repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3)
     assert p_of(ModelDrafter(NEAR, branches=2 if rule == "tree" else 1), rule, 400, wary) > ALPHA
 
 
 class Silent:
-    def propose(self, contexts, k, noise: Noise) -> Draft:
+    def propose(self, contexts, k, rng: Philox) -> Draft:
         return Draft(torch.empty((len(contexts), 0), dtype=torch.long), torch.zeros(len(contexts), dtype=torch.long))
 
 
-def test_plain_seeded_texts_have_the_law_too():
+def test_plain_seeded_texts_have_the_distribution_too():
     assert p_of(Silent(), "coupled", 2000) > ALPHA
 
 
@@ -95,17 +95,17 @@ def test_coupled_texts_are_the_plain_seeded_ones_whoever_drafts(make, texts):
     assert torch.equal(plain, drafted)
 
 
-class RawLaw:
+class RawDistribution:
     """A control: draws with top-k and temperature, and declares the plain softmax."""
 
     def __init__(self, branches: int) -> None:
         self.inner = ModelDrafter(NEAR, branches=branches)
 
-    def propose(self, contexts, k, noise: Noise) -> Draft:
-        draft = self.inner.propose(contexts, k, noise)
-        if draft.law is None:
+    def propose(self, contexts, k, rng: Philox) -> Draft:
+        draft = self.inner.propose(contexts, k, rng)
+        if draft.q is None:
             return draft
-        return replace(draft, law=warp(draft.law.logits, [Sampling()] * len(contexts)))
+        return replace(draft, q=warp(draft.q.logits, [SamplingParams()] * len(contexts)))
 
 
 class Dropping:
@@ -114,12 +114,12 @@ class Dropping:
     def __init__(self, branches: int) -> None:
         self.inner = ModelDrafter(NEAR, branches=branches)
 
-    def propose(self, contexts, k, noise: Noise) -> Draft:
-        draft = self.inner.propose(contexts, k, noise)
-        if draft.law is None or not draft.tokens.shape[1]:
+    def propose(self, contexts, k, rng: Philox) -> Draft:
+        draft = self.inner.propose(contexts, k, rng)
+        if draft.q is None or not draft.tokens.shape[1]:
             return draft
         rows, last = torch.arange(len(contexts)), (draft.lengths - 1).clamp_min(0)
-        weak = draft.law.at(rows, last).log_prob(draft.tokens[rows, last]).exp() < 0.5
+        weak = draft.q.at(rows, last).log_prob(draft.tokens[rows, last]).exp() < 0.5
         if draft.drawn is not None:
             weak = weak & draft.drawn[rows, last]
         lengths = draft.lengths - (weak & (draft.lengths > 0)).long()
@@ -128,7 +128,7 @@ class Dropping:
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
-@pytest.mark.parametrize("control", [RawLaw, Dropping])
-def test_a_drafter_that_lies_about_its_law_is_caught(control, rule):
+@pytest.mark.parametrize("control", [RawDistribution, Dropping])
+def test_a_drafter_that_lies_about_its_distribution_is_caught(control, rule):
     branches, texts = (2, 3000) if rule == "tree" else (1, 2000)
     assert p_of(control(branches), rule, texts) < ALPHA

@@ -1,4 +1,4 @@
-"""What a head drafts, held against whole passes of the head without a cache: the same states, the same laws."""
+"""What a head drafts, held against whole passes of the head without a cache: the same states, the same distributions."""
 
 import copy
 from itertools import product
@@ -7,22 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from drafters.rounds import Row, noise_of, row
-from draftproof.core.law import Vocab
-from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling, warp
+from drafters.toy_rounds import Row, rng_of, row
+from draftproof.core.distribution import DraftVocab
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import PAD, ROOT, History
-from draftproof.drafters import Shown
-from draftproof.drafters.head import HeadDrafter
-from draftproof.drafters.headreader import WIDE, HeadReader
-from draftproof.drafters.headtree import Level
-from draftproof.models.fitted import FittedHead
-from draftproof.models.head import attend
-from draftproof.models.tapped import embeddings, output_rows
-from engine.heads import IDS, trained
+from draftproof.drafters.head import WIDE, HeadDrafter, HeadReader
+from draftproof.drafters.head_tree import Level
+from draftproof.drafters.interface import TargetOutputs
+from draftproof.models.head.attach import FittedHead
+from draftproof.models.head.network import attend
+from draftproof.models.head.taps import embeddings, output_rows
 from engine.tiny import V, llama
+from engine.tiny_heads import IDS, trained
 
-GREEDY, WARM = Sampling(temperature=0), Sampling(temperature=0.8, top_k=4)
+GREEDY, WARM = SamplingParams(temperature=0), SamplingParams(temperature=0.8, top_k=4)
 TEXT = [0, 1, 2, 3, 0, 1, 2, 5, 0, 1, 6, 4]
 
 
@@ -31,7 +30,7 @@ def unpacked(size: int = V) -> FittedHead:
     ids = torch.tensor(IDS[:size])
     rows = nn.Linear(16, size, bias=False).requires_grad_(False)
     rows.weight.copy_(output_rows(llama(), ids))
-    return FittedHead(trained(), embeddings(llama()), rows, Vocab.of(ids, V))
+    return FittedHead(trained(), embeddings(llama()), rows, DraftVocab.of(ids, V))
 
 
 @torch.no_grad()
@@ -41,13 +40,13 @@ def states(tokens: list[int]) -> list[torch.Tensor]:
     return [hidden[tap][0] for tap in trained().shape.taps]
 
 
-def shown(tokens: list[int], first: int = 0) -> Shown:
+def shown(tokens: list[int], first: int = 0) -> TargetOutputs:
     """Of all but the last token, from `first` on."""
     n = len(tokens) - 1
-    return Shown(n, None, tuple(tap[first:n] for tap in states(tokens)))
+    return TargetOutputs(n, None, tuple(tap[first:n] for tap in states(tokens)))
 
 
-def asked(tokens: list[int], sampling: Sampling = WARM, name: int = 0, first: int = 0) -> Row:
+def asked(tokens: list[int], sampling: SamplingParams = WARM, name: int = 0, first: int = 0) -> Row:
     made = row(name, tokens, sampling)
     made.shown = shown(tokens, first)
     return made
@@ -66,80 +65,80 @@ def logits(tokens: list[int], drafted: list[int], size: int = V) -> torch.Tensor
     return head.out(h[0, -1]) @ output_rows(llama(), torch.tensor(IDS[:size])).T
 
 
-def test_every_law_is_the_heads_own_warped():
+def test_every_distribution_is_the_heads_own_warped():
     context = asked(TEXT)
-    draft = HeadDrafter(unpacked()).propose([context], [4], noise_of([context]))
+    draft = HeadDrafter(unpacked()).propose([context], [4], rng_of([context]))
     assert draft.lengths.tolist() == [4]
     tokens = draft.tokens[0].tolist()
     for j in range(4):
         said = logits(TEXT, tokens[:j])
-        law = warp(said[None, None], [WARM], vocab=Vocab.of(torch.tensor(IDS), V))
-        torch.testing.assert_close(draft.law.probs()[:, j], law.probs()[:, 0])
+        dist = warp(said[None, None], [WARM], vocab=DraftVocab.of(torch.tensor(IDS), V))
+        torch.testing.assert_close(draft.q.probs()[:, j], dist.probs()[:, 0])
 
 
-def test_greedy_tokens_are_the_heads_most_likely_and_carry_no_law():
+def test_greedy_tokens_are_the_heads_most_likely_and_carry_no_distribution():
     context = asked(TEXT, GREEDY)
-    draft = HeadDrafter(unpacked()).propose([context], [3], noise_of([context]))
+    draft = HeadDrafter(unpacked()).propose([context], [3], rng_of([context]))
     said: list[int] = []
     for _ in range(3):
         said.append(IDS[int(logits(TEXT, said).argmax())])
     assert draft.tokens.tolist() == [said]
-    assert draft.law is None
+    assert draft.q is None
 
 
 def test_what_was_drafted_is_forgotten_and_what_was_kept_is_read_with_true_states():
     context, drafter = asked(TEXT[:5]), HeadDrafter(unpacked())
     for stop in (7, 8, 12):
-        drafter.propose([context], [4], noise_of([context]))
+        drafter.propose([context], [4], rng_of([context]))
         before = len(context.tokens)
         context.tokens = TEXT[:stop]
         context.shown = shown(context.tokens, before - 1)
-    draft = drafter.propose([context], [2], noise_of([context]))
-    torch.testing.assert_close(draft.law.logits[0, 0], logits(TEXT, []))
+    draft = drafter.propose([context], [2], rng_of([context]))
+    torch.testing.assert_close(draft.q.logits[0, 0], logits(TEXT, []))
     assert not drafter._memory._rows[0].waiting, "nothing is read twice"
 
 
 def test_what_was_shown_while_nothing_was_wanted_is_read_later():
     context, drafter = asked(TEXT[:5]), HeadDrafter(unpacked())
     for stop in (7, 8, 12):
-        assert drafter.propose([context], [0], noise_of([context])).lengths.tolist() == [0]
+        assert drafter.propose([context], [0], rng_of([context])).lengths.tolist() == [0]
         before = len(context.tokens)
         context.tokens = TEXT[:stop]
         context.shown = shown(context.tokens, before - 1)
-    draft = drafter.propose([context], [1], noise_of([context]))
-    torch.testing.assert_close(draft.law.logits[0, 0], logits(TEXT, []))
+    draft = drafter.propose([context], [1], rng_of([context]))
+    torch.testing.assert_close(draft.q.logits[0, 0], logits(TEXT, []))
 
 
 @pytest.mark.parametrize("length", [WIDE, WIDE + 1, WIDE + 2, 60])
 def test_a_long_prompt_is_read_in_parts(length, monkeypatch):
-    monkeypatch.setattr("draftproof.drafters.headreader.AT_ONCE", 7)
+    monkeypatch.setattr("draftproof.drafters.head.AT_ONCE", 7)
     text = torch.randint(V, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     contexts = [asked(TEXT, name=1), asked(text)]
-    draft = HeadDrafter(unpacked()).propose(contexts, [2, 2], noise_of(contexts))
+    draft = HeadDrafter(unpacked()).propose(contexts, [2, 2], rng_of(contexts))
     for b, tokens in enumerate((TEXT, text)):
-        torch.testing.assert_close(draft.law.logits[b, 0], logits(tokens, []))
-        torch.testing.assert_close(draft.law.logits[b, 1], logits(tokens, draft.tokens[b, :1].tolist()))
+        torch.testing.assert_close(draft.q.logits[b, 0], logits(tokens, []))
+        torch.testing.assert_close(draft.q.logits[b, 1], logits(tokens, draft.tokens[b, :1].tolist()))
 
 
 def test_rows_come_and_go_and_keep_what_was_read():
     drafter = HeadDrafter(unpacked())
     first = [asked(TEXT[:6], name=0), asked(TEXT[:9], name=1), asked(TEXT[:4], name=2)]
-    drafter.propose(first, [3, 3, 3], noise_of(first))
+    drafter.propose(first, [3, 3, 3], rng_of(first))
     stays = Row(1, TEXT[:11], 9, WARM, shown(TEXT[:11], 8))
     again = [asked(TEXT[2:8], name=7), stays]
-    draft = drafter.propose(again, [2, 2], noise_of(again))
-    torch.testing.assert_close(draft.law.logits[0, 0], logits(TEXT[2:8], []))
-    torch.testing.assert_close(draft.law.logits[1, 0], logits(TEXT[:11], []))
+    draft = drafter.propose(again, [2, 2], rng_of(again))
+    torch.testing.assert_close(draft.q.logits[0, 0], logits(TEXT[2:8], []))
+    torch.testing.assert_close(draft.q.logits[1, 0], logits(TEXT[:11], []))
 
 
 def test_the_cache_grows_with_the_text():
     text = torch.randint(V, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     context, drafter = asked(text), HeadDrafter(unpacked())
     for _ in range(60):
-        drafter.propose([context], [2], noise_of([context]))
+        drafter.propose([context], [2], rng_of([context]))
         n = len(context.tokens)
         context.tokens += [1, 2, 3, 4, 5]
-        context.shown = Shown(n + 4, None, tuple(torch.zeros(5, 16) for _ in trained().shape.taps))
+        context.shown = TargetOutputs(n + 4, None, tuple(torch.zeros(5, 16) for _ in trained().shape.taps))
     assert drafter._memory._cache.capacity >= 340
 
 
@@ -148,54 +147,54 @@ def test_without_states_there_is_no_draft():
     unseen, seen, behind = row(0, TEXT, WARM), asked(TEXT, name=1), asked(TEXT, name=2)
     behind.tokens = [*TEXT, 3]  # shown up to the token before the last but one
     contexts = [unseen, seen, behind, row(3, [4], WARM)]
-    assert drafter.propose(contexts, [3] * 4, noise_of(contexts)).lengths.tolist() == [0, 3, 0, 0]
-    alone = HeadDrafter(unpacked()).propose([unseen], [3], noise_of([unseen]))
+    assert drafter.propose(contexts, [3] * 4, rng_of(contexts)).lengths.tolist() == [0, 3, 0, 0]
+    alone = HeadDrafter(unpacked()).propose([unseen], [3], rng_of([unseen]))
     assert alone.tokens.shape == (1, 0)
 
 
 def test_states_that_were_never_shown_count_as_nothing():
     context = asked(TEXT, first=6)
-    draft = HeadDrafter(unpacked()).propose([context], [2], noise_of([context]))
+    draft = HeadDrafter(unpacked()).propose([context], [2], rng_of([context]))
     assert draft.lengths.tolist() == [2]
-    assert bool(draft.law.lse.isfinite().all())
-    assert not torch.allclose(draft.law.logits[0, 0], logits(TEXT, []))
+    assert bool(draft.q.lse.isfinite().all())
+    assert not torch.allclose(draft.q.logits[0, 0], logits(TEXT, []))
 
 
 def test_penalties_count_what_was_drafted():
-    wary = Sampling(repetition_penalty=1.7, frequency_penalty=0.9, logit_bias={2: 2.0})
+    wary = SamplingParams(repetition_penalty=1.7, frequency_penalty=0.9, logit_bias={2: 2.0})
     context = asked(TEXT, wary)
     context.prompt_length = 5
-    draft = HeadDrafter(unpacked(6)).propose([context], [3], noise_of([context]))
-    vocab = Vocab.of(torch.tensor(IDS[:6]), V)
+    draft = HeadDrafter(unpacked(6)).propose([context], [3], rng_of([context]))
+    vocab = DraftVocab.of(torch.tensor(IDS[:6]), V)
     for j in range(3):
         drafted = draft.tokens[0, :j].tolist()
         history = [History(TEXT[:5], TEXT[5:] + drafted)]
-        law = warp(logits(TEXT, drafted, 6)[None, None], [wary], history, vocab=vocab)
-        torch.testing.assert_close(draft.law.probs()[:, j], law.probs()[:, 0])
+        dist = warp(logits(TEXT, drafted, 6)[None, None], [wary], history, vocab=vocab)
+        torch.testing.assert_close(draft.q.probs()[:, j], dist.probs()[:, 0])
 
 
 def test_a_reduced_vocabulary_is_all_there_is():
-    contexts = [asked(TEXT, Sampling(), name) for name in range(40)]
-    draft = HeadDrafter(unpacked(3)).propose(contexts, [3] * 40, noise_of(contexts))
+    contexts = [asked(TEXT, SamplingParams(), name) for name in range(40)]
+    draft = HeadDrafter(unpacked(3)).propose(contexts, [3] * 40, rng_of(contexts))
     assert set(draft.tokens.flatten().tolist()) == set(IDS[:3])
-    assert draft.law.logits.shape == (40, 3, 3)
+    assert draft.q.logits.shape == (40, 3, 3)
     outside = [token for token in range(V) if token not in IDS[:3]]
-    assert float(draft.law.probs()[..., outside].sum()) == 0
+    assert float(draft.q.probs()[..., outside].sum()) == 0
 
 
 def test_a_greedy_row_beside_a_warm_one_has_its_most_likely_token():
     contexts = [asked(TEXT, GREEDY, 0), asked(TEXT, WARM, 1)]
-    draft = HeadDrafter(unpacked(5)).propose(contexts, [2, 2], noise_of(contexts))
+    draft = HeadDrafter(unpacked(5)).propose(contexts, [2, 2], rng_of(contexts))
     assert int(draft.tokens[0, 0]) == IDS[int(logits(TEXT, [], 5).argmax())]
-    assert draft.law.point[0].tolist() == draft.tokens[0].tolist()
-    assert draft.law.point[1].tolist() == [PAD, PAD]
+    assert draft.q.point[0].tolist() == draft.tokens[0].tolist()
+    assert draft.q.point[1].tolist() == [PAD, PAD]
 
 
 def test_a_draft_ends_behind_a_weak_token_which_is_submitted():
-    contexts = [asked(TEXT, Sampling(), name) for name in range(30)]
-    whole = HeadDrafter(unpacked()).propose(contexts, [4] * 30, noise_of(contexts))
-    short = HeadDrafter(unpacked(), confidence=0.3).propose(contexts, [4] * 30, noise_of(contexts))
-    weak = whole.law.log_prob(whole.tokens).exp() < 0.3
+    contexts = [asked(TEXT, SamplingParams(), name) for name in range(30)]
+    whole = HeadDrafter(unpacked()).propose(contexts, [4] * 30, rng_of(contexts))
+    short = HeadDrafter(unpacked(), confidence=0.3).propose(contexts, [4] * 30, rng_of(contexts))
+    weak = whole.q.log_prob(whole.tokens).exp() < 0.3
     expected = torch.where(weak.any(1), weak.int().argmax(1) + 1, 4)
     assert short.lengths.tolist() == expected.tolist()
     assert len(set(expected.tolist())) > 1
@@ -203,20 +202,20 @@ def test_a_draft_ends_behind_a_weak_token_which_is_submitted():
 
 def test_a_greedy_draft_ends_where_the_head_is_unsure():
     context = asked(TEXT, GREEDY)
-    whole = HeadDrafter(unpacked()).propose([context], [6], noise_of([context])).tokens[0].tolist()
+    whole = HeadDrafter(unpacked()).propose([context], [6], rng_of([context])).tokens[0].tolist()
     sure = [float(logits(TEXT, whole[:j]).softmax(-1).max()) for j in range(6)]
     confidence = sorted(sure)[1]  # one is weaker
-    short = HeadDrafter(unpacked(), confidence=confidence).propose([context], [6], noise_of([context]))
+    short = HeadDrafter(unpacked(), confidence=confidence).propose([context], [6], rng_of([context]))
     assert short.tokens[0].tolist() == whole[: sure.index(min(sure)) + 1]
-    assert short.law is None
+    assert short.q is None
 
 
-def test_where_the_head_gives_no_law_the_draft_ends():
+def test_where_the_head_gives_no_distribution_the_draft_ends():
     broken, sound = asked(TEXT, name=0), asked(TEXT, name=1)
-    broken.shown = Shown(11, None, tuple(tap * torch.nan for tap in broken.shown.hidden))
+    broken.shown = TargetOutputs(11, None, tuple(tap * torch.nan for tap in broken.shown.hidden))
     contexts = [broken, sound]
-    assert HeadDrafter(unpacked()).propose(contexts, [3, 3], noise_of(contexts)).lengths.tolist() == [0, 3]
-    tree = HeadDrafter(unpacked(), branches=2).propose(contexts, [3, 3], noise_of(contexts))
+    assert HeadDrafter(unpacked()).propose(contexts, [3, 3], rng_of(contexts)).lengths.tolist() == [0, 3]
+    tree = HeadDrafter(unpacked(), branches=2).propose(contexts, [3, 3], rng_of(contexts))
     assert tree.lengths.tolist() == [0, 3]
 
 
@@ -228,8 +227,8 @@ def paths(tokens: list[int], depth: int) -> dict[tuple[int, ...], float]:
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for n in range(depth):
         for path in product(range(V), repeat=n):
-            law = logits(tokens, list(path)).double().softmax(-1)
-            found |= {(*path, IDS[r]): found[path] * float(law[r]) for r in range(V)}
+            dist = logits(tokens, list(path)).double().softmax(-1)
+            found |= {(*path, IDS[r]): found[path] * float(dist[r]) for r in range(V)}
     return found
 
 
@@ -244,11 +243,11 @@ def lines(draft, b: int = 0) -> list[tuple[int, ...]]:
 
 def test_a_greedy_tree_holds_the_likeliest_paths():
     context, known = asked(TEXT, GREEDY), paths(TEXT, 4)
-    draft = HeadDrafter(unpacked(), branches=V).propose([context], [9], noise_of([context]))
+    draft = HeadDrafter(unpacked(), branches=V).propose([context], [9], rng_of([context]))
     best = sorted((path for path in known if path), key=lambda path: -known[path])[:9]
     assert max(map(len, best)) == 3, "deep enough to tell, and no deeper than was looked at"
     assert lines(draft) == best
-    assert draft.law is None
+    assert draft.q is None
 
 
 def test_a_node_is_scored_as_if_its_path_were_the_only_one():
@@ -271,37 +270,35 @@ def test_a_node_is_scored_as_if_its_path_were_the_only_one():
 
 def test_a_drawn_path_has_the_likeliest_others_beside_it():
     context = asked(TEXT, WARM)
-    draft = HeadDrafter(unpacked(6), branches=3).propose([context], [8], noise_of([context]))
+    draft = HeadDrafter(unpacked(6), branches=3).propose([context], [8], rng_of([context]))
     assert draft.drawn[0].tolist() == [True, False, False] * 2 + [True, False]
     assert draft.parents[0].tolist() == [ROOT] * 3 + [0] * 3 + [3] * 2
-    vocab = Vocab.of(torch.tensor(IDS[:6]), V)
+    vocab = DraftVocab.of(torch.tensor(IDS[:6]), V)
     for start, path in ((0, []), (3, [0]), (6, [0, 3])):
         said = logits(TEXT, draft.tokens[0, path].tolist(), 6)
-        torch.testing.assert_close(
-            draft.law.probs()[:, start], warp(said[None, None], [WARM], vocab=vocab).probs()[:, 0]
-        )
+        torch.testing.assert_close(draft.q.probs()[:, start], warp(said[None, None], [WARM], vocab=vocab).probs()[:, 0])
         first = int(draft.tokens[0, start])
         others = [IDS[r] for r in said.argsort(descending=True).tolist() if IDS[r] != first]
         assert draft.tokens[0, start + 1 : start + 3].tolist() == others[: 2 if start < 6 else 1]
 
 
 def test_trees_of_rows_together_are_their_trees_alone():
-    contexts = [asked(TEXT, GREEDY, 0), asked(TEXT[:7], Sampling(), 1), asked(TEXT[:10], WARM, 2)]
+    contexts = [asked(TEXT, GREEDY, 0), asked(TEXT[:7], SamplingParams(), 1), asked(TEXT[:10], WARM, 2)]
     drafter = HeadDrafter(unpacked(), branches=2)
-    draft = drafter.propose(contexts, [7, 3, 5], noise_of(contexts))
+    draft = drafter.propose(contexts, [7, 3, 5], rng_of(contexts))
     for b, (context, most) in enumerate(zip(contexts, [7, 3, 5], strict=True)):
-        alone = HeadDrafter(unpacked(), branches=2).propose([context], [most], noise_of([context]))
+        alone = HeadDrafter(unpacked(), branches=2).propose([context], [most], rng_of([context]))
         assert lines(draft, b) == lines(alone)
         assert len(lines(alone)) == most
 
 
 def test_a_tree_leaves_nothing_behind_in_the_cache():
     context, drafter = asked(TEXT[:8], GREEDY), HeadDrafter(unpacked(), branches=3)
-    drafter.propose([context], [7], noise_of([context]))
+    drafter.propose([context], [7], rng_of([context]))
     context.tokens, context.shown = list(TEXT), shown(TEXT, 7)
     fresh = asked(TEXT, GREEDY)
-    assert lines(drafter.propose([context], [7], noise_of([context]))) == lines(
-        HeadDrafter(unpacked(), branches=3).propose([fresh], [7], noise_of([fresh]))
+    assert lines(drafter.propose([context], [7], rng_of([context]))) == lines(
+        HeadDrafter(unpacked(), branches=3).propose([fresh], [7], rng_of([fresh]))
     )
 
 
@@ -315,14 +312,14 @@ def test_more_branches_than_tokens_are_refused():
 @pytest.mark.parametrize("branches", [1, 2])
 def test_on_a_gpu_the_drafts_are_those_of_the_cpu(branches):
     there = FittedHead.on(trained(), torch.tensor(IDS[:6]), copy.deepcopy(llama()).cuda())
-    contexts = [asked(TEXT, GREEDY, 0), asked(TEXT[:7], WARM, 1), asked(TEXT[:9], Sampling(), 2)]
-    noise = noise_of(contexts)
-    here = HeadDrafter(unpacked(6), branches=branches).propose(contexts, [4, 5, 3], noise)
+    contexts = [asked(TEXT, GREEDY, 0), asked(TEXT[:7], WARM, 1), asked(TEXT[:9], SamplingParams(), 2)]
+    rng = rng_of(contexts)
+    here = HeadDrafter(unpacked(6), branches=branches).propose(contexts, [4, 5, 3], rng)
     for context in contexts:
-        context.shown = Shown(context.shown.stop, None, tuple(tap.cuda() for tap in context.shown.hidden))
+        context.shown = TargetOutputs(context.shown.stop, None, tuple(tap.cuda() for tap in context.shown.hidden))
     draft = HeadDrafter(there, branches=branches).propose(
-        contexts, [4, 5, 3], Noise(noise.seeds.cuda(), noise.starts.cuda())
+        contexts, [4, 5, 3], Philox(rng.seeds.cuda(), rng.starts.cuda())
     )
     assert draft.tokens.tolist() == here.tokens.tolist()
     if branches == 1:
-        torch.testing.assert_close(draft.law.probs().cpu(), here.law.probs(), atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(draft.q.probs().cpu(), here.q.probs(), atol=1e-4, rtol=1e-3)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from draftproof.core import host
+from draftproof.core import device as core_device
 from draftproof.core.types import PAD, ROOT
-from draftproof.drafters.headtree import grow_levels
+from draftproof.drafters.head_tree import grow_levels
 
 V, STATES = 6, 40
 
@@ -61,7 +61,7 @@ def paths(draft, b):
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    return lambda: monkeypatch.setattr(host, "is_host", lambda device: False)
+    return lambda: monkeypatch.setattr(core_device, "HOST", "none")
 
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "impossible", "broken"])

@@ -2,23 +2,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.rounds import Row, noise_of, row
-from drafters.zoo import V, tiny_llama, toy
-from draftproof.core import race
-from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling, warp
+from drafters.every_drafter import V, tiny_llama, toy
+from drafters.toy_rounds import Row, rng_of, row
+from draftproof.core.distribution import propose
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import Draft
-from draftproof.drafters.early_exit import early_exit
-from draftproof.drafters.model import ModelDrafter
-from draftproof.models import Forward, Model
+from draftproof.drafters.model import ModelDrafter, early_exit
+from draftproof.models.interface import Forward, Model
 from draftproof.models.toy import Toy
 
 WARPS = [
-    Sampling(),
-    Sampling(temperature=0.7, top_k=3),
-    Sampling(temperature=1.2, top_p=0.8, min_p=0.05),
-    Sampling(temperature=0.9, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, logit_bias={1: 0.7}),
-    Sampling(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=3),
+    SamplingParams(temperature=1.2, top_p=0.8, min_p=0.05),
+    SamplingParams(
+        temperature=0.9, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, logit_bias={1: 0.7}
+    ),
+    SamplingParams(temperature=0),
 ]
 
 
@@ -27,8 +28,8 @@ def plain_logits(model: Model, tokens: list[int]) -> Tensor:
     return model(torch.tensor([tokens], device=model.device), model.new_cache(1), scored=1).logits[0, 0].cpu()
 
 
-def expected(model: Model, r: Row, drafted: list[int], sampling: Sampling, V: int) -> Tensor:
-    """The law of the next token from the definition: plain forward, cut to the target's vocabulary, warp."""
+def expected(model: Model, r: Row, drafted: list[int], sampling: SamplingParams, V: int) -> Tensor:
+    """The distribution of the next token from the definition: plain forward, cut to the target's vocabulary, warp."""
     logits = plain_logits(model, [*r.tokens, *drafted])[:V]
     if len(logits) < V:
         logits = torch.cat([logits, logits.new_full((V - len(logits),), -torch.inf)])
@@ -36,11 +37,11 @@ def expected(model: Model, r: Row, drafted: list[int], sampling: Sampling, V: in
     return warp(logits[None, None], [sampling], [history]).probs()[0, 0]
 
 
-def check_laws(model: Model, rows: list[Row], draft: Draft, vocab_size: int = V) -> int:
-    """Every declared law is the one of the definition; how many were looked at."""
-    if draft.law is None:
+def check_distributions(model: Model, rows: list[Row], draft: Draft, vocab_size: int = V) -> int:
+    """Every declared distribution is the one of the definition; how many were looked at."""
+    if draft.q is None:
         return 0
-    probs, looked = draft.law.probs().cpu(), 0
+    probs, looked = draft.q.probs().cpu(), 0
     for b, r in enumerate(rows):
         for i in range(int(draft.lengths[b])):
             wanted = expected(model, r, draft.tokens[b, :i].tolist(), r.sampling, vocab_size)
@@ -58,13 +59,13 @@ def go_on(rows: list[Row], draft: Draft, numbers: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("model", [toy(), tiny_llama()], ids=["toy", "llama"])
-def test_the_law_is_the_plain_forward_s_after_ragged_rounds_with_rejections(model):
+def test_the_distribution_is_the_plain_forward_s_after_ragged_rounds_with_rejections(model):
     drafter, numbers = ModelDrafter(model), torch.Generator().manual_seed(0)
     rows = [row(b, torch.randint(V, (3 + 4 * b,), generator=numbers).tolist(), s) for b, s in enumerate(WARPS)]
     looked = 0
     for i in range(4):
-        draft = drafter.propose(rows, [(b + i) % 5 for b in range(len(rows))], noise_of(rows))
-        looked += check_laws(model, rows, draft)
+        draft = drafter.propose(rows, [(b + i) % 5 for b in range(len(rows))], rng_of(rows))
+        looked += check_distributions(model, rows, draft)
         go_on(rows, draft, numbers)
         if i == 1:  # one leaves, one enters with a long text, and the order changes
             rows = [rows[3], row(9, [1, 2, 3] * 6, WARPS[1]), *rows[:3]]
@@ -72,51 +73,51 @@ def test_the_law_is_the_plain_forward_s_after_ragged_rounds_with_rejections(mode
 
 
 def test_the_closing_token_and_the_last_drafted_one_are_read_when_all_were_kept():
-    """vLLM#9730: their keys and values were missing. The next law then followed another text."""
+    """vLLM#9730: their keys and values were missing. The next distribution then followed another text."""
     model, r = tiny_llama(), row(0, [1, 2, 3])
     drafter = ModelDrafter(model)
-    draft = drafter.propose([r], [3], noise_of([r]))
+    draft = drafter.propose([r], [3], rng_of([r]))
     r.tokens += [*draft.tokens[0].tolist(), 4]
-    assert check_laws(model, [r], drafter.propose([r], [2], noise_of([r]))) == 2
+    assert check_distributions(model, [r], drafter.propose([r], [2], rng_of([r]))) == 2
 
 
 def test_rounds_in_which_nothing_was_asked_for_are_made_up_for():
     """Then more than a closing token has come, and what was drafted long ago may stand where other tokens do."""
     model, r = tiny_llama(), row(0, [1, 2, 3])
     drafter = ModelDrafter(model)
-    drafted = drafter.propose([r], [4], noise_of([r])).tokens[0].tolist()
+    drafted = drafter.propose([r], [4], rng_of([r])).tokens[0].tolist()
     r.tokens += [drafted[0], *((t + 1) % V for t in drafted[1:]), 5]
-    drafter.propose([r], [0], noise_of([r]))
+    drafter.propose([r], [0], rng_of([r]))
     r.tokens += [2, 2]
-    assert check_laws(model, [r], drafter.propose([r], [3], noise_of([r]))) == 3
+    assert check_distributions(model, [r], drafter.propose([r], [3], rng_of([r]))) == 3
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_tokens_are_drawn_from_that_law_with_the_noise_given(shared):
+def test_the_tokens_are_drawn_from_that_distribution_with_the_noise_given(shared):
     rows = [row(b, [b, 1, 2], s) for b, s in enumerate(WARPS)]
-    noise = noise_of(rows, shared=shared)
-    draft = ModelDrafter(toy()).propose(rows, [4] * len(rows), noise)
-    assert draft.law is not None
-    assert draft.shared_noise == shared
+    rng = rng_of(rows, shared=shared)
+    draft = ModelDrafter(toy()).propose(rows, [4] * len(rows), rng)
+    assert draft.q is not None
+    assert draft.shared_rng == shared
     everyone = torch.arange(len(rows))
     for j in range(4):
-        law = draft.law.at(everyone, torch.full_like(everyone, j))
-        assert torch.equal(draft.tokens[:, j], race.propose(law, noise, j))
+        dist = draft.q.at(everyone, torch.full_like(everyone, j))
+        assert torch.equal(draft.tokens[:, j], propose(dist, rng, j))
 
 
 def test_greedy_rows_take_the_argmax_also_where_the_drafter_has_its_own_temperature():
-    model, r = toy(), row(0, [3, 1], Sampling(temperature=0))
-    tokens = ModelDrafter(model, temperature=5.0).propose([r], [3], noise_of([r])).tokens[0].tolist()
+    model, r = toy(), row(0, [3, 1], SamplingParams(temperature=0))
+    tokens = ModelDrafter(model, temperature=5.0).propose([r], [3], rng_of([r])).tokens[0].tolist()
     for i, token in enumerate(tokens):
         assert token == int(plain_logits(model, [*r.tokens, *tokens[:i]]).argmax())
 
 
 def test_the_drafter_s_own_temperature_is_the_one_declared():
-    model, r = toy(), row(0, [3, 1], Sampling(temperature=1.0, top_k=4))
-    draft = ModelDrafter(model, temperature=0.3).propose([r], [2], noise_of([r]))
-    assert draft.law is not None
-    wanted = expected(model, r, [], Sampling(temperature=0.3, top_k=4), V)
-    torch.testing.assert_close(draft.law.probs()[0, 0], wanted, atol=1e-6, rtol=0)
+    model, r = toy(), row(0, [3, 1], SamplingParams(temperature=1.0, top_k=4))
+    draft = ModelDrafter(model, temperature=0.3).propose([r], [2], rng_of([r]))
+    assert draft.q is not None
+    wanted = expected(model, r, [], SamplingParams(temperature=0.3, top_k=4), V)
+    torch.testing.assert_close(draft.q.probs()[0, 0], wanted, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("size", [V + 3, V - 2], ids=["larger", "smaller"])
@@ -127,23 +128,23 @@ def test_a_vocabulary_padded_otherwise_is_cut_or_widened(size):
     readable = [row(r.id, [t if t < size else 0 for t in r.tokens], r.sampling) for r in rows]
     drafter = ModelDrafter(model, vocab_size=V)
     for _ in range(3):
-        draft = drafter.propose(rows, [3] * len(rows), noise_of(rows))
-        assert draft.law is not None
-        assert draft.law.vocab_size == V
+        draft = drafter.propose(rows, [3] * len(rows), rng_of(rows))
+        assert draft.q is not None
+        assert draft.q.vocab_size == V
         assert int(draft.tokens.max()) < min(size, V)
         for b in (0, 1, 2, 4):  # with a penalty the history matters too, and `readable` has another one
             wanted = expected(model, readable[b], [], rows[b].sampling, V)
-            torch.testing.assert_close(draft.law.probs()[b, 0], wanted, atol=1e-5, rtol=0)
+            torch.testing.assert_close(draft.q.probs()[b, 0], wanted, atol=1e-5, rtol=0)
         go_on(rows, draft, numbers)
         readable = [row(r.id, [t if t < size else 0 for t in r.tokens], r.sampling) for r in rows]
 
 
 def test_a_weak_token_is_submitted_and_ends_the_draft():
     rows = [row(b, [b % V, 1]) for b in range(40)]
-    every = ModelDrafter(toy()).propose(rows, [4] * 40, noise_of(rows))
-    draft = ModelDrafter(toy(), confidence=0.3).propose(rows, [4] * 40, noise_of(rows))
-    assert every.law is not None
-    weak = every.law.log_prob(every.tokens).exp() < 0.3
+    every = ModelDrafter(toy()).propose(rows, [4] * 40, rng_of(rows))
+    draft = ModelDrafter(toy(), confidence=0.3).propose(rows, [4] * 40, rng_of(rows))
+    assert every.q is not None
+    weak = every.q.log_prob(every.tokens).exp() < 0.3
     first = torch.where(weak.any(1), weak.int().argmax(1) + 1, 4)
     assert torch.equal(draft.lengths, first)
     assert 0 < int((first < 4).sum()) < 40
@@ -153,8 +154,8 @@ def test_a_weak_token_is_submitted_and_ends_the_draft():
 
 def test_in_a_tree_the_drawn_slot_stands_first_and_the_likeliest_others_behind_it():
     model, rows = toy(), [row(b, [b, 1]) for b in range(5)]
-    draft = ModelDrafter(model, branches=3).propose(rows, [5, 6, 3, 1, 0], noise_of(rows))
-    chain = ModelDrafter(model).propose(rows, [1] * 5, noise_of(rows))
+    draft = ModelDrafter(model, branches=3).propose(rows, [5, 6, 3, 1, 0], rng_of(rows))
+    chain = ModelDrafter(model).propose(rows, [1] * 5, rng_of(rows))
     assert draft.lengths.tolist() == [5, 6, 3, 1, 0]
     assert draft.parents is not None
     assert draft.drawn is not None
@@ -172,18 +173,18 @@ def test_a_row_with_no_positions_left_drafts_nothing_and_the_others_go_on():
     rows = [row(0, [1, 2] * 4), row(1, [1, 2, 3] * 5), row(2, [3] * 16), row(3, [3] * 20)]
     drafter = ModelDrafter(model)
     for _ in range(2):
-        draft = drafter.propose(rows, [5, 5, 5, 5], noise_of(rows))
+        draft = drafter.propose(rows, [5, 5, 5, 5], rng_of(rows))
         assert draft.lengths.tolist() == [5, 1, 0, 0]
-        assert check_laws(model, rows[:1], draft) == 5
+        assert check_distributions(model, rows[:1], draft) == 5
     rows[1].tokens += [4, 4]
-    assert drafter.propose(rows, [5, 5, 5, 5], noise_of(rows)).lengths.tolist() == [5, 0, 0, 0]
+    assert drafter.propose(rows, [5, 5, 5, 5], rng_of(rows)).lengths.tolist() == [5, 0, 0, 0]
 
 
 def test_a_row_whose_logits_are_no_numbers_drafts_nothing():
     table = toy().table.clone()
     table[2, 2] = torch.nan
     rows = [row(0, [2, 2]), row(1, [1, 3])]
-    draft = ModelDrafter(Toy(table)).propose(rows, [3, 3], noise_of(rows))
+    draft = ModelDrafter(Toy(table)).propose(rows, [3, 3], rng_of(rows))
     assert int(draft.lengths[0]) == 0
     assert int(draft.lengths[1]) > 0
 
@@ -211,25 +212,25 @@ class Counting:
 def test_a_round_costs_a_pass_for_each_token_and_a_text_is_read_once():
     model = Counting(toy())
     drafter, r = ModelDrafter(model), row(0, [1, 2, 3] * 10)
-    draft = drafter.propose([r], [4], noise_of([r]))
+    draft = drafter.propose([r], [4], rng_of([r]))
     assert model.passes == [(1, 29), (1, 1), (1, 1), (1, 1), (1, 1)]
     r.tokens += [*draft.tokens[0, :4].tolist(), 0]  # all kept: the last drafted token and the closing one are new
     model.passes.clear()
-    draft = drafter.propose([r], [2], noise_of([r]))
+    draft = drafter.propose([r], [2], rng_of([r]))
     assert model.passes == [(1, 2), (1, 1)]
     r.tokens += [(int(draft.tokens[0, 0]) + 1) % V]  # nothing kept
     model.passes.clear()
-    drafter.propose([r], [1], noise_of([r]))
+    drafter.propose([r], [1], rng_of([r]))
     assert model.passes == [(1, 1)]
 
 
 def test_a_new_request_is_read_apart_from_the_others():
     model = Counting(toy())
     drafter, rows = ModelDrafter(model), [row(0, [1, 2, 3])]
-    drafter.propose(rows, [1], noise_of(rows))
+    drafter.propose(rows, [1], rng_of(rows))
     rows.append(row(1, [4] * 50))
     model.passes.clear()
-    drafter.propose(rows, [1, 1], noise_of(rows))
+    drafter.propose(rows, [1, 1], rng_of(rows))
     assert model.passes == [(1, 49), (2, 1)]
 
 
@@ -239,8 +240,8 @@ def test_the_first_layers_of_the_target_draft_without_touching_it():
     rows = [row(0, [1, 2, 3, 4]), row(1, [5, 0])]
     before = plain_logits(target, [1, 2, 3])
     for _ in range(3):
-        draft = drafter.propose(rows, [3, 2], noise_of(rows))
-        assert check_laws(short, rows, draft) == 5
+        draft = drafter.propose(rows, [3, 2], rng_of(rows))
+        assert check_distributions(short, rows, draft) == 5
         go_on(rows, draft, torch.Generator().manual_seed(1))
     assert torch.equal(before, plain_logits(target, [1, 2, 3]))
 
@@ -266,21 +267,21 @@ def test_wrong_settings_are_refused_by_name(wrong, message):
 
 def test_noise_of_other_rounds_gives_other_drafts():
     rows = [row(b, [b % V, 1]) for b in range(20)]
-    noise = noise_of(rows)
-    later = Noise(noise.seeds, noise.starts + 1)
-    one, other = (ModelDrafter(toy()).propose(rows, [3] * 20, n).tokens for n in (noise, later))
+    rng = rng_of(rows)
+    later = Philox(rng.seeds, rng.starts + 1)
+    one, other = (ModelDrafter(toy()).propose(rows, [3] * 20, n).tokens for n in (rng, later))
     assert not torch.equal(one, other)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_the_law_is_the_plain_forward_s_too():
+def test_on_a_gpu_the_distribution_is_the_plain_forward_s_too():
     model, numbers = tiny_llama(device="cuda"), torch.Generator().manual_seed(0)
     drafter = ModelDrafter(model)
     rows = [row(b, [b, 1, 2], s) for b, s in enumerate(WARPS)]
     for i in range(3):
-        noise = noise_of(rows)
-        draft = drafter.propose(rows, [(b + i) % 5 for b in range(5)], Noise(noise.seeds.cuda(), noise.starts.cuda()))
+        rng = rng_of(rows)
+        draft = drafter.propose(rows, [(b + i) % 5 for b in range(5)], Philox(rng.seeds.cuda(), rng.starts.cuda()))
         assert draft.tokens.is_cuda
-        assert check_laws(model, rows, draft) == int(draft.lengths.sum())
+        assert check_distributions(model, rows, draft) == int(draft.lengths.sum())
         go_on(rows, draft, numbers)

@@ -1,14 +1,13 @@
 import pytest
 import torch
 
-from drafters.rounds import Row, noise_of, row
-from draftproof.drafters import Shown, asks
-from draftproof.drafters.grams import Grams
-from draftproof.drafters.ngram import NGram
+from drafters.toy_rounds import Row, rng_of, row
+from draftproof.drafters.interface import TargetOutputs, features_of
+from draftproof.drafters.ngram import Grams, NGram
 
 
 def guess(drafter: NGram, r: Row, k: int) -> list[int]:
-    return drafter.propose([r], [k], noise_of([r])).tokens[0].tolist()
+    return drafter.propose([r], [k], rng_of([r])).tokens[0].tolist()
 
 
 def test_the_longest_known_run_decides():
@@ -69,27 +68,27 @@ def test_what_was_emitted_is_learnt():
 
 def test_runners_up_of_the_target_fill_in_what_was_never_seen():
     drafter, r = NGram(3, fillers=2), row(0, [1, 2])
-    assert asks(drafter).top == 2
+    assert features_of(drafter).top == 2
     r.tokens += [5, 7]  # 5 was kept, 7 closed; the pass scored 2 and 5
-    r.shown = Shown(stop=3, top=torch.tensor([[5, 8], [7, 6]]))
+    r.shown = TargetOutputs(stop=3, top=torch.tensor([[5, 8], [7, 6]]))
     guess(drafter, r, 1)
     r.tokens += [5]
     assert guess(drafter, r, 1) == [7]  # seen
     r.tokens = [1, 2, 5, 7, 5, 8]
-    r.shown = Shown(stop=5, top=torch.tensor([[4, 4]]))
+    r.shown = TargetOutputs(stop=5, top=torch.tensor([[4, 4]]))
     assert guess(drafter, r, 1) == [5]  # nobody has said what follows 8: 5 followed 7, in whose place it stands
-    r.shown = Shown(stop=6, top=torch.tensor([[4, 3]]))
+    r.shown = TargetOutputs(stop=6, top=torch.tensor([[4, 3]]))
     assert guess(drafter, r, 1) == [4]  # the target has: 4 first
 
 
 def test_fillers_are_counted_once_and_less_than_what_was_seen():
     drafter, r = NGram(2, fillers=1), row(0, [1, 2, 1])
-    r.shown = Shown(stop=3, top=torch.tensor([[9]]))
+    r.shown = TargetOutputs(stop=3, top=torch.tensor([[9]]))
     assert all(guess(drafter, r, 1) == [2] for _ in range(9))
 
 
 def test_a_tree_holds_the_best_paths_within_its_slots():
-    draft = NGram(2, branches=2, least=0.0).propose(rows := [row(0, [1, 5, 1, 6, 7, 1, 5, 1])], [4], noise_of(rows))
+    draft = NGram(2, branches=2, least=0.0).propose(rows := [row(0, [1, 5, 1, 6, 7, 1, 5, 1])], [4], rng_of(rows))
     assert draft.parents is not None
     pairs = list(zip(draft.tokens[0].tolist(), draft.parents[0].tolist(), strict=True))
     assert pairs[0] == (5, -1)  # followed 1 twice

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.rounds import noise_of, row
+from drafters.toy_rounds import rng_of, row
 from draftproof.drafters.prompt_lookup import PromptLookup
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -10,7 +10,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 def guess(drafter: PromptLookup, tokens: list[int], k: int) -> list[int]:
     rows = [row(0, tokens)]
-    return drafter.propose(rows, [k], noise_of(rows)).tokens[0].tolist()
+    return drafter.propose(rows, [k], rng_of(rows)).tokens[0].tolist()
 
 
 def by_hand(tokens: list[int], longest: int, k: int) -> list[int]:

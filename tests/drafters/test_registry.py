@@ -1,12 +1,12 @@
 import pytest
 
-from drafters.rounds import noise_of, row
-from drafters.zoo import tiny_llama, toy
+from drafters.every_drafter import tiny_llama, toy
+from drafters.toy_rounds import rng_of, row
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.registry import DRAFTERS, is_name, resolve
 from draftproof.drafters.suffix import Suffix
-from draftproof.drafters.table import DRAFTERS, is_name, resolve
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ngram", NGram), ("prompt-lookup", PromptLookup), ("suffix", Suffix)])
@@ -30,7 +30,7 @@ def test_branches_make_a_tree(name):
     drafter = resolve(name, tiny_llama(), branches=2)
     assert drafter is not None
     rows = [row(0, [1, 2, 1, 3, 1])]
-    assert drafter.propose(rows, [4], noise_of(rows)).parents is not None
+    assert drafter.propose(rows, [4], rng_of(rows)).parents is not None
 
 
 @pytest.mark.parametrize(

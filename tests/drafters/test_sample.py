@@ -1,4 +1,4 @@
-"""Draws that make law and token at once on the host, held against their twin, which makes first the one and then the
+"""Draws that make distribution and token at once on the host, held against their twin, which makes first the one and then the
 other."""
 
 import dataclasses
@@ -6,22 +6,21 @@ import dataclasses
 import pytest
 import torch
 
-from draftproof.core.draw import FEW
-from draftproof.core.law import Vocab
-from draftproof.core.noise import Noise, Site
-from draftproof.core.sampling import Sampling, warp
+from draftproof.core.distribution import DraftVocab
+from draftproof.core.draw import ROW_BY_ROW
+from draftproof.core.rng import Philox, Purpose
+from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import History
-from draftproof.drafters.draws import Draws
-from draftproof.drafters.hostdraws import AHEAD, drawable
-from evidence import g_test
+from draftproof.drafters.sample import AHEAD, Draws, drawable
+from g_test import g_test
 
 ALPHA = 1e-6
-WARM = Sampling(temperature=0.8)
+WARM = SamplingParams(temperature=0.8)
 NOTHING = History([], [])
 
 
-def noise(rows, seed=0, **more):
-    return Noise(torch.arange(rows) + seed * 10_000_019, torch.full((rows,), 11), **more)
+def rng(rows, seed=0, **more):
+    return Philox(torch.arange(rows) + seed * 10_000_019, torch.full((rows,), 11), **more)
 
 
 def some_logits(rows, width, seed=0):
@@ -29,68 +28,68 @@ def some_logits(rows, width, seed=0):
 
 
 def twin(logits, samplings, key, j, vocab):
-    """The law as requests have it, and its own draw, in the order of the logits."""
-    law = warp(logits[:, None], samplings, [NOTHING] * len(logits), vocab=vocab).first
-    entries = dataclasses.replace(law, vocab=None).draw(key, Site.DRAFT, j)
-    return law, entries if vocab is None else vocab.ids[entries]
+    """The distribution as requests have it, and its own draw, in the order of the logits."""
+    dist = warp(logits[:, None], samplings, [NOTHING] * len(logits), vocab=vocab).first
+    entries = dataclasses.replace(dist, vocab=None).draw(key, Purpose.DRAFT, j)
+    return dist, entries if vocab is None else vocab.ids[entries]
 
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("temperature", [0.3, 1, 1.7])
-@pytest.mark.parametrize(("rows", "width"), [(1, 1200), (5, 512), (3, 7), (FEW, 40)])
-def test_law_and_token_are_those_of_the_twin(rows, width, temperature, reduced):
+@pytest.mark.parametrize(("rows", "width"), [(1, 1200), (5, 512), (3, 7), (ROW_BY_ROW, 40)])
+def test_distribution_and_token_are_those_of_the_twin(rows, width, temperature, reduced):
     order = torch.randperm(2 * width, generator=torch.Generator().manual_seed(1))
-    vocab = Vocab.of(order[:width], 2 * width) if reduced else None
-    samplings, key = [Sampling(temperature=temperature)] * rows, noise(rows)
+    vocab = DraftVocab.of(order[:width], 2 * width) if reduced else None
+    samplings, key = [SamplingParams(temperature=temperature)] * rows, rng(rows)
     draws = Draws(samplings, key, vocab)
     for j in range(len(AHEAD) + 2):
         logits = some_logits(rows, width, j)
         assert draws.on_host(logits)
-        law, token = draws(logits, [NOTHING] * rows, j)
+        dist, token = draws(logits, [NOTHING] * rows, j)
         wanted, same = twin(logits, samplings, key, j, vocab)
         assert torch.equal(token, same)
-        torch.testing.assert_close(law.lse, wanted.lse, rtol=0, atol=1e-6)
-        torch.testing.assert_close(law.probs(), wanted.probs(), rtol=2e-6, atol=1e-12)
-        assert (law.plain, law.vocab) == (wanted.plain, wanted.vocab)
+        torch.testing.assert_close(dist.lse, wanted.lse, rtol=0, atol=1e-6)
+        torch.testing.assert_close(dist.probs(), wanted.probs(), rtol=2e-6, atol=1e-12)
+        assert (dist.plain, dist.vocab) == (wanted.plain, wanted.vocab)
         for name in ("scale", "cutoff", "point"):
-            got, known = getattr(law, name), getattr(wanted, name)
+            got, known = getattr(dist, name), getattr(wanted, name)
             assert got.dtype == known.dtype
             assert torch.equal(got, known)
 
 
-def test_what_is_no_law_says_so_and_its_neighbours_do_not_mind():
+def test_what_is_no_distribution_says_so_and_its_neighbours_do_not_mind():
     logits = some_logits(4, 1200)
     logits[0, 3], logits[1, 5], logits[2] = torch.nan, torch.inf, -torch.inf
-    draws = Draws([WARM] * 4, noise(4))
-    law, token = draws(logits, [NOTHING] * 4, 0)
-    assert law.lse.isnan().tolist() == [True, True, True, False]
+    draws = Draws([WARM] * 4, rng(4))
+    dist, token = draws(logits, [NOTHING] * 4, 0)
+    assert dist.lse.isnan().tolist() == [True, True, True, False]
     assert ((token >= 0) & (token < 1200)).all()
-    assert token[3] == twin(logits, [WARM] * 4, noise(4), 0, None)[1][3]
+    assert token[3] == twin(logits, [WARM] * 4, rng(4), 0, None)[1][3]
 
 
 def test_a_token_that_is_forbidden_is_never_drawn():
-    logits = torch.full((FEW, 1200), -torch.inf)
+    logits = torch.full((ROW_BY_ROW, 1200), -torch.inf)
     logits[:, [17, 900]] = 0.0
     for j in range(20):
-        _, token = Draws([WARM] * FEW, noise(FEW))(logits, [NOTHING] * FEW, j)
+        _, token = Draws([WARM] * ROW_BY_ROW, rng(ROW_BY_ROW))(logits, [NOTHING] * ROW_BY_ROW, j)
         assert set(token.tolist()) <= {17, 900}
 
 
 @pytest.mark.statistical
-def test_draws_have_the_law_that_they_declare():
+def test_draws_have_the_distribution_that_they_declare():
     """64 000 draws over 60 tokens of 3 chunks: a bias of TV 0.02 shows at alpha with power > 0.9. The control is the
-    law at a temperature a tenth higher (TV about 0.04)."""
+    distribution at a temperature a tenth higher (TV about 0.04)."""
     logits = torch.full((1, 1200), -torch.inf)
     places = torch.randperm(1200, generator=torch.Generator().manual_seed(2))[:60]
     logits[0, places] = some_logits(1, 60, 3)[0] / 2
-    seen, laws = torch.zeros(1200, dtype=torch.long), []
+    seen, dists = torch.zeros(1200, dtype=torch.long), []
     for seed in range(125):
-        draws = Draws([WARM] * FEW, noise(FEW, seed))
+        draws = Draws([WARM] * ROW_BY_ROW, rng(ROW_BY_ROW, seed))
         for j in range(8):
-            law, token = draws(logits.expand(FEW, -1), [NOTHING] * FEW, j)
+            dist, token = draws(logits.expand(ROW_BY_ROW, -1), [NOTHING] * ROW_BY_ROW, j)
             seen += torch.bincount(token, minlength=1200)
-            laws.append(law)
-    declared = laws[0].probs()[0]
+            dists.append(dist)
+    declared = dists[0].probs()[0]
     assert g_test(seen, declared) > ALPHA
     assert g_test(seen, declared ** (1 / 1.1)) < ALPHA
 
@@ -98,22 +97,22 @@ def test_draws_have_the_law_that_they_declare():
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=0),
-        Sampling(top_k=3),
-        Sampling(top_p=0.9),
-        Sampling(min_p=0.1),
-        Sampling(repetition_penalty=1.2),
-        Sampling(presence_penalty=0.5),
-        Sampling(logit_bias={1: 2.0}),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.9),
+        SamplingParams(min_p=0.1),
+        SamplingParams(repetition_penalty=1.2),
+        SamplingParams(presence_penalty=0.5),
+        SamplingParams(logit_bias={1: 2.0}),
     ],
 )
-def test_other_laws_are_the_twin_s(sampling):
-    assert drawable(some_logits(2, 9), [WARM] * 2, noise(2))
-    assert not drawable(some_logits(2, 9), [WARM, sampling], noise(2))
+def test_other_distributions_are_the_twin_s(sampling):
+    assert drawable(some_logits(2, 9), [WARM] * 2, rng(2))
+    assert not drawable(some_logits(2, 9), [WARM, sampling], rng(2))
 
 
 def test_mixed_temperatures_many_rows_other_precisions_and_shared_noise_are_the_twin_s():
-    assert not drawable(some_logits(2, 9), [WARM, Sampling()], noise(2))
-    assert not drawable(some_logits(FEW + 1, 9), [WARM] * (FEW + 1), noise(FEW + 1))
-    assert not drawable(some_logits(2, 9).double(), [WARM] * 2, noise(2))
-    assert not drawable(some_logits(2, 9), [WARM] * 2, noise(2, shared=True))
+    assert not drawable(some_logits(2, 9), [WARM, SamplingParams()], rng(2))
+    assert not drawable(some_logits(ROW_BY_ROW + 1, 9), [WARM] * (ROW_BY_ROW + 1), rng(ROW_BY_ROW + 1))
+    assert not drawable(some_logits(2, 9).double(), [WARM] * 2, rng(2))
+    assert not drawable(some_logits(2, 9), [WARM] * 2, rng(2, shared=True))

@@ -2,16 +2,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.rounds import noise_of, row
-from draftproof.drafters.automaton import COUNTED, Automaton
-from draftproof.drafters.suffix import Suffix, read_corpus
+from drafters.toy_rounds import rng_of, row
+from draftproof.drafters.suffix import COUNTED, Automaton, Suffix, read_corpus
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=16)
 
 
 def guess(drafter: Suffix, tokens: list[int], k: int) -> list[int]:
     rows = [row(0, tokens)]
-    return drafter.propose(rows, [k], noise_of(rows)).tokens[0].tolist()
+    return drafter.propose(rows, [k], rng_of(rows)).tokens[0].tolist()
 
 
 def places(text: list[int], run: list[int]) -> list[int]:
@@ -132,12 +131,12 @@ def test_earlier_outputs_are_kept_in_two_generations(monkeypatch):
     drafter = Suffix(keep=True)
     for name in range(8):
         r = row(name, [50])
-        drafter.propose([r], [0], noise_of([r]))
+        drafter.propose([r], [0], rng_of([r]))
         r.tokens += [10 * name + i for i in range(10)]
-        drafter.propose([r], [0], noise_of([r]))
+        drafter.propose([r], [0], rng_of([r]))
     late, early = row(90, [60, 61]), row(91, [0, 1])
-    assert drafter.propose([late], [3], noise_of([late])).tokens.tolist() == [[62, 63, 64]]
-    assert int(drafter.propose([early], [3], noise_of([early])).lengths[0]) == 0
+    assert drafter.propose([late], [3], rng_of([late])).tokens.tolist() == [[62, 63, 64]]
+    assert int(drafter.propose([early], [3], rng_of([early])).lengths[0]) == 0
 
 
 def test_wrong_settings_are_refused_by_name():

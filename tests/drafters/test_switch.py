@@ -5,52 +5,52 @@ from itertools import pairwise
 import pytest
 import torch
 
-from drafters.rounds import noise_of, row
-from drafters.test_head_drafter import asked, unpacked
-from draftproof.core.law import Law
-from draftproof.core.sampling import Sampling
+from drafters.test_head import asked, unpacked
+from drafters.toy_rounds import rng_of, row
+from draftproof.core.distribution import Distribution
+from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import PAD, Draft
-from draftproof.drafters import Asks, asks
-from draftproof.drafters.choice import Choice, merged
 from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.interface import TargetFeatures, features_of
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
+from draftproof.drafters.switch import Switch, merged
 from draftproof.models.toy import Toy
-from engine.heads import IDS
+from engine.tiny_heads import IDS
 
 REPEATING = [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
 FRESH = [5, 2, 7, 1, 0, 4]
 
 
-def choice(branches: int = 1, **options: int) -> Choice:
-    return Choice(Suffix(branches=branches), HeadDrafter(unpacked(5), branches=branches), **options)
+def choice(branches: int = 1, **options: int) -> Switch:
+    return Switch(Suffix(branches=branches), HeadDrafter(unpacked(5), branches=branches), **options)
 
 
 def test_where_a_text_repeats_itself_it_is_copied_and_elsewhere_the_head_draws():
     contexts = [asked(REPEATING, name=0), asked(FRESH, name=1)]
-    draft = choice().propose(contexts, [5, 2], noise_of(contexts))
+    draft = choice().propose(contexts, [5, 2], rng_of(contexts))
     assert draft.tokens[0].tolist() == [3, 4, 5, 6, 0]
     assert draft.lengths.tolist() == [5, 2]
     assert draft.drawn.tolist() == [[False] * 5, [True, True, False, False, False]]
-    head = HeadDrafter(unpacked(5)).propose(contexts[1:], [2], noise_of(contexts[1:]))
+    head = HeadDrafter(unpacked(5)).propose(contexts[1:], [2], rng_of(contexts[1:]))
     assert draft.tokens[1].tolist() == [*head.tokens[0].tolist(), PAD, PAD, PAD]
-    torch.testing.assert_close(draft.law.probs()[1, :2], head.law.probs()[0])
+    torch.testing.assert_close(draft.q.probs()[1, :2], head.q.probs()[0])
 
 
 def test_who_drafts_does_not_depend_on_how_much_is_wanted():
     for most in range(1, 12):
         contexts = [asked(REPEATING, name=0), asked(FRESH, name=1)]
-        draft = choice().propose(contexts, [most, most], noise_of(contexts))
+        draft = choice().propose(contexts, [most, most], rng_of(contexts))
         assert draft.lengths.tolist() == [most, most]
         assert draft.drawn.any(1).tolist() == [False, True]
 
 
-def test_a_batch_that_only_copies_carries_no_law_and_one_that_only_draws_no_mask():
+def test_a_batch_that_only_copies_carries_no_distribution_and_one_that_only_draws_no_mask():
     for text, copied in ((REPEATING, True), (FRESH, False)):
         contexts = [asked(text, name=name) for name in range(2)]
-        draft = choice().propose(contexts, [3, 2], noise_of(contexts))
-        assert (draft.law is None) == copied
+        draft = choice().propose(contexts, [3, 2], rng_of(contexts))
+        assert (draft.q is None) == copied
         assert draft.drawn is None
 
 
@@ -58,20 +58,20 @@ def test_a_head_that_did_not_draft_has_followed_the_text():
     """Both see every round; the head reads what was shown while the other copied."""
     context, drafter = asked(REPEATING, name=0), choice()
     for more in ([3, 4, 5, 6, 0], [1, 2], [6, 2, 7]):
-        drafter.propose([context], [4], noise_of([context]))
+        drafter.propose([context], [4], rng_of([context]))
         first = len(context.tokens) - 1
         context.tokens = [*context.tokens, *more]
         context.shown = asked(context.tokens, first=first).shown
-    draft = drafter.propose([context], [3], noise_of([context]))
-    alone = HeadDrafter(unpacked(5)).propose([asked(context.tokens)], [3], noise_of([context]))
-    assert draft.law is not None
-    torch.testing.assert_close(draft.law.probs(), alone.law.probs())
+    draft = drafter.propose([context], [3], rng_of([context]))
+    alone = HeadDrafter(unpacked(5)).propose([asked(context.tokens)], [3], rng_of([context]))
+    assert draft.q is not None
+    torch.testing.assert_close(draft.q.probs(), alone.q.probs())
 
 
 def test_trees_of_both_kinds_lie_side_by_side():
     contexts = [asked(REPEATING, name=0), asked(FRESH, name=1)]
-    draft = choice(branches=2).propose(contexts, [6, 4], noise_of(contexts))
-    head = HeadDrafter(unpacked(5), branches=2).propose(contexts[1:], [4], noise_of(contexts[1:]))
+    draft = choice(branches=2).propose(contexts, [6, 4], rng_of(contexts))
+    head = HeadDrafter(unpacked(5), branches=2).propose(contexts[1:], [4], rng_of(contexts[1:]))
     assert draft.drawn.tolist() == [[False] * 6, [True, False, True, False, False, False]]
     assert draft.tokens[0, 0] == 3
     assert draft.tokens[1, :4].tolist() == head.tokens[0].tolist()
@@ -89,34 +89,34 @@ def test_a_chain_beside_a_tree_is_a_tree_of_one_line():
     assert merged(chain, chain).parents is None
 
 
-def test_laws_are_carried_past_their_end_for_rows_that_copied_more():
-    law = Law.of(torch.rand((2, 2, 8), generator=torch.Generator().manual_seed(0)))
-    drawn = Draft(torch.tensor([[PAD, PAD], [1, 2]]), torch.tensor([0, 2]), law)
+def test_distributions_are_carried_past_their_end_for_rows_that_copied_more():
+    dist = Distribution.of(torch.rand((2, 2, 8), generator=torch.Generator().manual_seed(0)))
+    drawn = Draft(torch.tensor([[PAD, PAD], [1, 2]]), torch.tensor([0, 2]), dist)
     copied = Draft(torch.tensor([[3, 4, 5], [PAD] * 3]), torch.tensor([3, 0]))
     both = merged(copied, drawn)
-    assert both.law.lse.shape == (2, 3)
-    torch.testing.assert_close(both.law.probs()[:, :2], law.probs())
-    assert bool(both.law.lse.isfinite().all())
+    assert both.q.lse.shape == (2, 3)
+    torch.testing.assert_close(both.q.probs()[:, :2], dist.probs())
+    assert bool(both.q.lse.isfinite().all())
 
 
 def test_what_both_ask_to_see_is_asked_for():
-    layers = HeadDrafter(unpacked()).asks.layers
-    assert asks(Choice(NGram(fillers=3), HeadDrafter(unpacked()))) == Asks(layers, 3)
+    layers = HeadDrafter(unpacked()).features.layers
+    assert features_of(Switch(NGram(fillers=3), HeadDrafter(unpacked()))) == TargetFeatures(layers, 3)
     with pytest.raises(ValueError, match="different layers"):
-        Choice(HeadDrafter(unpacked()), NGram())
+        Switch(HeadDrafter(unpacked()), NGram())
 
 
 def test_one_that_draws_cannot_be_left_out():
-    drafter = Choice(ModelDrafter(Toy.random(8, order=2, seed=1)), HeadDrafter(unpacked()))
-    contexts = [row(0, FRESH, Sampling())]
+    drafter = Switch(ModelDrafter(Toy.random(8, order=2, seed=1)), HeadDrafter(unpacked()))
+    contexts = [row(0, FRESH, SamplingParams())]
     with pytest.raises(ValueError, match="ModelDrafter draws its tokens"):
-        drafter.propose(contexts, [3], noise_of(contexts))
+        drafter.propose(contexts, [3], rng_of(contexts))
 
 
 def test_the_fewer_are_enough_the_more_is_copied():
     contexts = [asked([0, 1, 2, 0, 1], name=0)]
-    drafted = [choice(enough=n).propose(contexts, [3], noise_of(contexts)) for n in (1, 3, 30)]
-    kinds = [draft.law is None for draft in drafted]
+    drafted = [choice(enough=n).propose(contexts, [3], rng_of(contexts)) for n in (1, 3, 30)]
+    kinds = [draft.q is None for draft in drafted]
     assert kinds[0]
     assert not kinds[-1]
     assert all(one or not other for one, other in pairwise(kinds))

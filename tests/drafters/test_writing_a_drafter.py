@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafters.rounds import exact_law, noise_of, p_value, row, speak
-from draftproof.core.sampling import Sampling
-from draftproof.drafters import Drafter
+from drafters.toy_rounds import exact_distribution, p_value, rng_of, row, speak
+from draftproof.core.sampling import SamplingParams
+from draftproof.drafters.interface import Drafter
 from draftproof.models.toy import Toy
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing-a-drafter.md"
@@ -37,7 +37,7 @@ def test_the_first_example_is_a_drafter_of_twenty_lines():
 
 def test_phrases_finishes_what_the_text_has_begun():
     rows = [row(0, [9, 0, 1]), row(1, [5]), row(2, [9, 2])]
-    draft = drafters()["Phrases"].propose(rows, [4, 4, 1], noise_of(rows))
+    draft = drafters()["Phrases"].propose(rows, [4, 4, 1], rng_of(rows))
     assert draft.tokens.tolist() == [[2, 3], [-1, -1], [3, -1]]
     assert draft.lengths.tolist() == [2, 0, 1]
 
@@ -45,7 +45,7 @@ def test_phrases_finishes_what_the_text_has_begun():
 @pytest.mark.parametrize("name", ["Phrases", "Favourites"])
 def test_an_example_asked_for_nothing_gives_nothing(name):
     rows = [row(0, [0, 1]), row(1, [2])]
-    assert drafters()[name].propose(rows, [0, 0], noise_of(rows)).tokens.shape == (2, 0)
+    assert drafters()[name].propose(rows, [0, 0], rng_of(rows)).tokens.shape == (2, 0)
 
 
 @pytest.mark.statistical
@@ -53,7 +53,7 @@ def test_an_example_asked_for_nothing_gives_nothing(name):
 @pytest.mark.parametrize("name", ["Phrases", "Favourites"])
 def test_the_examples_say_what_the_target_would(name, rule):
     """α = 1e-6, fixed seed; that such a test fails a drafter which lies is shown in test_drafter_exactness.py."""
-    target, prompt, sampling = Toy.random(4, order=2, seed=8), [3, 2, 0, 1], Sampling(temperature=0.8, top_k=3)
+    target, prompt, sampling = Toy.random(4, order=2, seed=8), [3, 2, 0, 1], SamplingParams(temperature=0.8, top_k=3)
     rows = [row(i, prompt, sampling) for i in range(2000)]
     said = speak(target, drafters()[name], rule, rows, slots=3, length=3)
-    assert p_value(exact_law(target, prompt, sampling, 3), said, 4) > 1e-6
+    assert p_value(exact_distribution(target, prompt, sampling, 3), said, 4) > 1e-6

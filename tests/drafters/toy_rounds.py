@@ -1,4 +1,4 @@
-"""A loop of rounds without an engine: contexts, a toy target whose law is known, and a G-test against that law."""
+"""A loop of rounds without an engine: contexts, a toy target whose distribution is known, and a G-test against that distribution."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,15 +7,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling, warp
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import History, Verdict
-from draftproof.drafters import Drafter, Shown, asks
+from draftproof.drafters.interface import Drafter, TargetOutputs, features_of
 from draftproof.models.toy import Toy
-from draftproof.verify import RULES
-from evidence import g_test
+from draftproof.rules import RULES
+from g_test import g_test
 
-PLAIN = Sampling()
+PLAIN = SamplingParams()
 
 
 @dataclass
@@ -25,21 +25,21 @@ class Row:
     id: int
     tokens: list[int]
     prompt_length: int = 0
-    sampling: Sampling = field(default_factory=Sampling)
-    shown: Shown | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    shown: TargetOutputs | None = None
 
     @property
     def history(self) -> History:
         return History(self.tokens[: self.prompt_length], self.tokens[self.prompt_length :])
 
 
-def row(name: int, tokens: Sequence[int], sampling: Sampling = PLAIN) -> Row:
+def row(name: int, tokens: Sequence[int], sampling: SamplingParams = PLAIN) -> Row:
     return Row(name, list(tokens), len(tokens), sampling)
 
 
-def noise_of(rows: Sequence[Row], *, shared: bool = False, seed: int = 0) -> Noise:
+def rng_of(rows: Sequence[Row], *, shared: bool = False, seed: int = 0) -> Philox:
     seeds = torch.tensor([r.id * 7919 + seed for r in rows], dtype=torch.long)
-    return Noise(seeds, torch.tensor([len(r.tokens) for r in rows], dtype=torch.long), shared)
+    return Philox(seeds, torch.tensor([len(r.tokens) for r in rows], dtype=torch.long), shared)
 
 
 def speak(
@@ -52,14 +52,14 @@ def speak(
     target(texts, cache)
     cache.keep(torch.full((len(going),), texts.shape[1]))
     while going:
-        noise = noise_of(going, shared=rule == "coupled", seed=seed)
-        draft = drafter.propose(going, [slots - r.id % 3 for r in going], noise)
+        rng = rng_of(going, shared=rule == "coupled", seed=seed)
+        draft = drafter.propose(going, [slots - r.id % 3 for r in going], rng)
         last = torch.tensor([r.tokens[-1:] for r in going])
         scored = target(torch.cat([last, draft.tokens.clamp_min(0)], 1), cache, parents=draft.parents).logits
         p = warp(scored, [r.sampling for r in going], [r.history for r in going], draft)
-        verdict = RULES[rule](p, draft, noise)
+        verdict = RULES[rule](p, draft, rng)
         cache.keep(verdict.accepted + 1, verdict.path)
-        _extend(going, verdict, scored, asks(drafter).top)
+        _extend(going, verdict, scored, features_of(drafter).top)
         stay = [b for b, r in enumerate(going) if len(r.tokens) - r.prompt_length < length]
         cache, going = cache.take(stay), [going[b] for b in stay]
     return torch.tensor([r.tokens[r.prompt_length : r.prompt_length + length] for r in rows])
@@ -71,24 +71,24 @@ def _extend(rows: Sequence[Row], verdict: Verdict, scored: Tensor, top: int) -> 
         if top:
             path = range(accepted) if verdict.path is None else verdict.path[b, :accepted].tolist()
             likely = scored[b, [0, *(slot + 1 for slot in path)]].topk(top).indices
-            r.shown = Shown(len(r.tokens) + accepted, likely)
+            r.shown = TargetOutputs(len(r.tokens) + accepted, likely)
         r.tokens += verdict.tokens[b, : accepted + 1].tolist()
 
 
-def exact_law(target: Toy, prompt: Sequence[int], sampling: Sampling, length: int) -> Tensor:
-    """The target's law of `length` tokens behind the prompt, flat, float64: by asking it for every prefix."""
+def exact_distribution(target: Toy, prompt: Sequence[int], sampling: SamplingParams, length: int) -> Tensor:
+    """The target's distribution of `length` tokens behind the prompt, flat, float64: by asking it for every prefix."""
     V = target.vocab_size
-    law = torch.ones(1, dtype=torch.float64)
+    dist = torch.ones(1, dtype=torch.float64)
     for n in range(length):
         texts = [[*prompt, *prefix] for prefix in product(range(V), repeat=n)]
         cache = target.new_cache(len(texts))
         logits = target(torch.tensor(texts), cache, scored=1).logits.double()
         histories = [History(list(prompt), text[len(prompt) :]) for text in texts]
-        law = (law[:, None] * warp(logits, [sampling] * len(texts), histories).probs()[:, 0]).flatten()
-    return law
+        dist = (dist[:, None] * warp(logits, [sampling] * len(texts), histories).probs()[:, 0]).flatten()
+    return dist
 
 
-def p_value(law: Tensor, said: Tensor, V: int) -> float:
-    """A G-test of what was said against its law."""
+def p_value(dist: Tensor, said: Tensor, V: int) -> float:
+    """A G-test of what was said against its distribution."""
     code = said @ torch.tensor([V**i for i in reversed(range(said.shape[1]))])
-    return g_test(torch.bincount(code, minlength=len(law)), law)
+    return g_test(torch.bincount(code, minlength=len(dist)), dist)

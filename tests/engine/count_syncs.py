@@ -1,6 +1,6 @@
 """Counts how often the host would wait for a device, on a machine that has none.
 
-Everything runs on the CPU, told that it is elsewhere: `host.is_host` says no, kernels run in Triton's interpreter. A
+Everything runs on the CPU, told that it is elsewhere: `is_cpu` says no, kernels run in Triton's interpreter. A
 look at a tensor (`bool`, `int`, `tolist`, `nonzero`, indexing by a mask) is then a wait wherever it stands; numbers
 that lie on the host are looked at through numpy, which a tensor on a GPU refuses, and are not counted.
 """
@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import kernels
-from draftproof.core import host
-from draftproof.kernels import drawing
+from draftproof.core import device as core_device
+from draftproof.core.device import AsyncCopy
+from draftproof.kernels.device import draw as drawing
 
 LOOKS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim", "equal", "item"}
 
@@ -41,10 +42,10 @@ class Waits(TorchDispatchMode):
 
     def watch(self, monkeypatch):
         """Put everything elsewhere, and watch."""
-        monkeypatch.setattr(host, "is_host", lambda device: False)
+        monkeypatch.setattr(core_device, "HOST", "none")
         monkeypatch.setattr(kernels, "runs_on", lambda device: True)
-        monkeypatch.setattr(host.Fetch, "__init__", lambda fetch, tensor: self._fetch(fetch, tensor))
-        monkeypatch.setattr(host.Fetch, "read", lambda fetch: self._read(fetch))
+        monkeypatch.setattr(AsyncCopy, "__init__", lambda fetch, tensor: self._fetch(fetch, tensor))
+        monkeypatch.setattr(AsyncCopy, "read", lambda fetch: self._read(fetch))
         monkeypatch.setattr(torch.Tensor, "tolist", self._tolist(torch.Tensor.tolist))
         monkeypatch.setattr(kernels, "verify_rows", self._unwatched(kernels.verify_rows))
         monkeypatch.setattr(drawing, "draw_rows", self._unwatched(drawing.draw_rows))

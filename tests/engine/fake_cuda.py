@@ -19,11 +19,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import kernels
-from draftproof.core import closing, host, noise
-from draftproof.core.law import Vocab
-from draftproof.kernels import drawing
-from draftproof.models import graphs
-from engine.indexing import part_of, write
+from draftproof.core import draw as closing
+from draftproof.core import rng as rng
+from draftproof.core.device import AsyncCopy
+from draftproof.core.distribution import DraftVocab
+from draftproof.kernels.device import draw as drawing
+from draftproof.models import cuda_graphs as graphs
+from engine.fake_indexing import part_of, write
 
 CUDA = torch.device("cuda", 0)
 
@@ -83,12 +85,12 @@ class Elsewhere(TorchDispatchMode):
         monkeypatch.setattr(
             torch.Tensor, "__setitem__", lambda x, at, new: write(x, at, new) if x.is_cuda else put(x, at, new)
         )
-        monkeypatch.setattr(host.Fetch, "__init__", lambda fetch, tensor: self._fetch(fetch, tensor))
-        monkeypatch.setattr(host.Fetch, "read", lambda fetch: fetch.numbers)
-        monkeypatch.setattr(Vocab, "of", _vocab)  # made once, when a drafter is: it may look
+        monkeypatch.setattr(AsyncCopy, "__init__", lambda fetch, tensor: self._fetch(fetch, tensor))
+        monkeypatch.setattr(AsyncCopy, "read", lambda fetch: fetch.numbers)
+        monkeypatch.setattr(DraftVocab, "of", _vocab)  # made once, when a drafter is: it may look
         for look in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
             monkeypatch.setattr(torch.Tensor, look, self._look(look, getattr(torch.Tensor, look)))
-        monkeypatch.setattr(host, "on", lambda device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         monkeypatch.setattr(graphs, "watched", nullcontext)
         monkeypatch.setattr(kernels, "verify_rows", _verified)
         monkeypatch.setattr(drawing, "draw_rows", _drawn)
@@ -129,7 +131,7 @@ class Elsewhere(TorchDispatchMode):
 
 
 def _vocab(ids, V):
-    return Vocab(ids, torch.empty(V, dtype=torch.long, device=ids.device))
+    return DraftVocab(ids, torch.empty(V, dtype=torch.long, device=ids.device))
 
 
 def _whole(tensor):
@@ -186,10 +188,10 @@ def there(monkeypatch):
     mode = Elsewhere()
     mode.watch(monkeypatch)
     with mode.fake, mode:
-        noise._constants(CUDA)  # sent once
+        rng._constants(CUDA)  # sent once
         yield mode
     monkeypatch.undo()
-    for remembered in (noise._constants, closing._addresses):
+    for remembered in (rng._constants, closing._addresses):
         remembered.cache_clear()
 
 

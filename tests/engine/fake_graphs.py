@@ -10,8 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftproof.core import host
-from draftproof.models import graphs
+from draftproof.core import device as core_device
+from draftproof.models import cuda_graphs as graphs
 
 
 class Touched(TorchDispatchMode):
@@ -68,7 +68,7 @@ class Tapes:
         monkeypatch.setattr(graphs, "captured", self._captured)
         monkeypatch.setattr(graphs, "watched", nullcontext)
         monkeypatch.setattr(graphs, "recordable", lambda tokens: tokens.shape[1] <= graphs.WIDEST)
-        monkeypatch.setattr(host, "is_host", lambda device: False)
+        monkeypatch.setattr(core_device, "HOST", "none")
 
     def _captured(self, run, kept, device):
         self.recorded += 1

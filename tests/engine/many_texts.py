@@ -9,7 +9,7 @@ import jaxtyping
 import torch
 from torch import Tensor
 
-from draftproof.core.sampling import Sampling
+from draftproof.core.sampling import SamplingParams
 from draftproof.engine.engine import Engine
 from draftproof.engine.request import Output
 
@@ -41,7 +41,7 @@ class Talk:
 def talk(
     engine: Engine,
     prompt: Sequence[int],
-    samplings: Sequence[Sampling],
+    samplings: Sequence[SamplingParams],
     n: int,
     *,
     length: int,
@@ -63,7 +63,9 @@ def talk(
     )
 
 
-def _outputs(engine: Engine, prompt: Sequence[int], samplings: list[Sampling], options: dict[str, Any]) -> list[Output]:
+def _outputs(
+    engine: Engine, prompt: Sequence[int], samplings: list[SamplingParams], options: dict[str, Any]
+) -> list[Output]:
     if not samplings:
         return []
     made = engine.generate([list(prompt)] * len(samplings), samplings, **options)

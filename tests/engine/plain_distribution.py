@@ -1,4 +1,4 @@
-"""The law that plain decoding has, found without a line of ours: whole forwards of every prefix, and transformers' own
+"""The distribution that plain decoding has, found without a line of ours: whole forwards of every prefix, and transformers' own
 processors. What transformers does not have (presence and frequency penalties) is written out here in three lines."""
 
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
-from draftproof.core.sampling import Sampling
+from draftproof.core.sampling import SamplingParams
 
 
 class Spent(tf.LogitsProcessor):
@@ -36,7 +36,7 @@ class Only(tf.LogitsProcessor):
         return scores.masked_fill(~masks, -torch.inf)
 
 
-def processors(sampling: Sampling, prompt_length: int, allowed: Allowed | None = None) -> tf.LogitsProcessorList:
+def processors(sampling: SamplingParams, prompt_length: int, allowed: Allowed | None = None) -> tf.LogitsProcessorList:
     """In transformers' order. Temperature 0 is left to the caller."""
     steps: list[tf.LogitsProcessor] = []
     if sampling.logit_bias:
@@ -59,14 +59,14 @@ def processors(sampling: Sampling, prompt_length: int, allowed: Allowed | None =
 
 
 @torch.no_grad()
-def next_laws(
+def next_distributions(
     model: tf.PreTrainedModel,
     texts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    sampling: SamplingParams,
     prompt_length: int,
     allowed: Allowed | None = None,
 ) -> Tensor:
-    """The law of the token behind each of these texts, all of one length; float64."""
+    """The distribution of the token behind each of these texts, all of one length; float64."""
     ids = torch.tensor([list(text) for text in texts])
     logits = model(ids, use_cache=False).logits[:, -1].float()
     scores = processors(sampling, prompt_length, allowed)(ids, logits)
@@ -75,20 +75,20 @@ def next_laws(
     return scores.double().softmax(-1)
 
 
-def joint_law(
+def joint_distribution(
     model: tf.PreTrainedModel,
     prompt: Sequence[int],
-    sampling: Sampling,
+    sampling: SamplingParams,
     length: int,
     allowed: Allowed | None = None,
 ) -> Tensor:
-    """The law of the next `length` tokens, flat, the last token running fastest."""
+    """The distribution of the next `length` tokens, flat, the last token running fastest."""
     V = model.config.vocab_size
-    law = torch.ones(1, dtype=torch.float64)
+    dist = torch.ones(1, dtype=torch.float64)
     for n in range(length):
         texts = [[*prompt, *prefix] for prefix in product(range(V), repeat=n)]
-        law = (law[:, None] * next_laws(model, texts, sampling, len(prompt), allowed)).flatten()
-    return law
+        dist = (dist[:, None] * next_distributions(model, texts, sampling, len(prompt), allowed)).flatten()
+    return dist
 
 
 def counts(texts: Tensor, V: int) -> Tensor:

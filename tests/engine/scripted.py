@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from draftproof.core.noise import Noise
+from draftproof.core.rng import Philox
 from draftproof.core.types import PAD, Draft
-from draftproof.drafters import Context
-from draftproof.models import Cache, Forward
+from draftproof.drafters.interface import Context
+from draftproof.models.interface import Cache, Forward
 from draftproof.models.toy import Toy
 
 V = 8
@@ -27,7 +27,7 @@ class Knowing:
     def __init__(self, text: Sequence[int]) -> None:
         self.text, self.asked = list(text), []
 
-    def propose(self, contexts: Sequence[Context], k: Sequence[int], noise: Noise) -> Draft:
+    def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         self.asked += [(len(c.tokens) - c.prompt_length, most) for c, most in zip(contexts, k, strict=True)]
         rows = [self.text[len(c.tokens) : len(c.tokens) + most] for c, most in zip(contexts, k, strict=True)]
         K = max(map(len, rows))

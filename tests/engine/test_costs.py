@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from draftproof.engine.costs import Costs
+from draftproof.engine.draft_length import Costs
 
 TRUE = {1: 40e-3, 3: 41e-3, 5: 42e-3, 9: 48e-3}
 
 
 def learnt(rounds: int, disturbed: float = 0.0, seed: int = 0) -> Costs:
-    noise, costs = random.Random(seed), Costs()
+    rng, costs = random.Random(seed), Costs()
     for i in range(rounds):
         width = list(TRUE)[i % len(TRUE)]
-        seconds = TRUE[width] * noise.lognormvariate(0, disturbed)
+        seconds = TRUE[width] * rng.lognormvariate(0, disturbed)
         costs.learn({"score": seconds, "draft": 1e-4 * (width - 1)}, width, width - 1)
     return costs
 

@@ -10,21 +10,21 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof.core.noise import Noise, Site
-from draftproof.core.sampling import Sampling
+from draftproof.core.rng import Philox, Purpose
+from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.model import ModelDrafter
 from draftproof.models.hf import HFModel
-from engine.excuses import excused
-from engine.laws import next_laws
+from engine.near_ties import excused
+from engine.plain_distribution import next_distributions
 from engine.tiny import PROMPT, V, llama, neighbour
-from models.test_encdec import SOURCES, pair
+from models.test_encoder_decoder import SOURCES, pair
 
 PROMPTS = [list(PROMPT), [3, 4, 3, 4, 3], [6], [1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2]]
 KINDS = [
-    Sampling(),
-    Sampling(temperature=0.7, top_k=5, repetition_penalty=1.3),
-    Sampling(temperature=1.4, top_p=0.9, min_p=0.03),
-    Sampling(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=5, repetition_penalty=1.3),
+    SamplingParams(temperature=1.4, top_p=0.9, min_p=0.03),
+    SamplingParams(temperature=0),
 ]  # penalties that tell output from prompt are left out: a comparison that starts again moves that border
 SAMPLINGS = [replace(kind, seed=900 + i) for i, kind in enumerate(KINDS)]
 LENGTH = 24
@@ -49,9 +49,9 @@ def plain_text(prompt, sampling, length):
 
 def margin(text, sampling):
     """How far the second of the race for the next token is behind the first."""
-    law = next_laws(llama(), [text], sampling, 0)
-    noise = Noise(torch.tensor([sampling.seed]), torch.tensor([len(text)]))
-    best = (law / noise.exponential(Site.POSITION, torch.arange(V), 1))[0].topk(2).values
+    dist = next_distributions(llama(), [text], sampling, 0)
+    rng = Philox(torch.tensor([sampling.seed]), torch.tensor([len(text)]))
+    best = (dist / rng.exponential(Purpose.POSITION, torch.arange(V), 1))[0].topk(2).values
     return float(1 - best[1] / best[0])
 
 
@@ -87,9 +87,9 @@ def test_the_same_seed_under_another_rule_is_another_text():
 def test_the_margin_is_that_of_the_race_which_is_run():
     """The winner by the margin's own reckoning is the token that plain decoding says."""
     for prompt, sampling in zip(PROMPTS[:3], SAMPLINGS[:3], strict=True):
-        law = next_laws(llama(), [prompt], sampling, 0)
-        noise = Noise(torch.tensor([sampling.seed]), torch.tensor([len(prompt)]))
-        winner = (law / noise.exponential(Site.POSITION, torch.arange(V), 1)).argmax()
+        dist = next_distributions(llama(), [prompt], sampling, 0)
+        rng = Philox(torch.tensor([sampling.seed]), torch.tensor([len(prompt)]))
+        winner = (dist / rng.exponential(Purpose.POSITION, torch.arange(V), 1)).argmax()
         assert plain_text(prompt, sampling, 1) == [int(winner)]
         assert margin(prompt, sampling) > 1e-4
 
@@ -97,7 +97,7 @@ def test_the_margin_is_that_of_the_race_which_is_run():
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_an_encoder_decoder_under_coupled_is_its_plain_seeded_decoding(name):
     model, _ = pair(name)
-    samplings = [Sampling(temperature=0.8, seed=i) for i in range(len(SOURCES))]
+    samplings = [SamplingParams(temperature=0.8, seed=i) for i in range(len(SOURCES))]
     texts = [
         dp.load(model, drafter, rule="coupled", num_draft_tokens=3, max_batch=size).generate(
             SOURCES, samplings, max_tokens=12

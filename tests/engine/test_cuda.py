@@ -6,24 +6,24 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof.core import host
-from draftproof.drafters.choice import Choice
+from draftproof.core.device import AsyncCopy
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
+from draftproof.drafters.switch import Switch
 from draftproof.engine import batch as batches
-from draftproof.models.fitted import FittedHead
-from draftproof.models.graphs import Recorder, Recordings
+from draftproof.models.cuda_graphs import GraphCache, Recordings
+from draftproof.models.head.attach import FittedHead
 from draftproof.models.hf import HFModel
-from engine.heads import IDS, trained
 from engine.tiny import PROMPT, llama, neighbour
+from engine.tiny_heads import IDS, trained
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-S = dp.Sampling
+S = dp.SamplingParams
 MIXED = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(seed=5), S(temperature=0.5, seed=6)]
 FILTERED = [S(top_k=3, seed=5), S(temperature=0.0, seed=4), S(top_p=0.8, min_p=0.05, seed=6)]
 """Apart: their kernels take long to compile."""
@@ -37,7 +37,7 @@ DRAFTERS = {
 }
 OF_TARGET = {
     "head": lambda model: HeadDrafter(FittedHead.on(trained(), torch.tensor(IDS[:6]), model)),
-    "suffix+head": lambda model: Choice(Suffix(), OF_TARGET["head"](model), enough=3),
+    "suffix+head": lambda model: Switch(Suffix(), OF_TARGET["head"](model), enough=3),
 }
 EDITED = [S(repetition_penalty=1.2, seed=3), S(temperature=0.0, presence_penalty=0.3, seed=4), S(logit_bias={2: 1.0})]
 
@@ -64,7 +64,7 @@ def no_waiting(mode="error"):
 @pytest.fixture
 def waits(monkeypatch):
     """How many fetched numbers each round had to wait for. Whatever else waits in a round is an error."""
-    advance, read, found, late = batches.advance, host.Fetch.read, [], []
+    advance, read, found, late = batches.advance, AsyncCopy.read, [], []
 
     def fetched(fetch):
         late.append(not fetch._arrived.query())
@@ -77,7 +77,7 @@ def waits(monkeypatch):
         found.append(sum(late))
         return rows
 
-    monkeypatch.setattr(host.Fetch, "read", fetched)
+    monkeypatch.setattr(AsyncCopy, "read", fetched)
     monkeypatch.setattr(batches, "advance", counted)
     return found
 
@@ -121,7 +121,7 @@ TREES = {
     "model": lambda model: ModelDrafter(HFModel(neighbour.__wrapped__().to(model.device)), branches=2),
     "chain": lambda model: ModelDrafter(HFModel(neighbour.__wrapped__().to(model.device))),
     "head": lambda model: HeadDrafter(FittedHead.on(trained(), torch.tensor(IDS[:6]), model), branches=2),
-    "suffix+head": lambda model: Choice(Suffix(branches=2), TREES["head"](model), enough=3),
+    "suffix+head": lambda model: Switch(Suffix(branches=2), TREES["head"](model), enough=3),
 }
 
 
@@ -210,18 +210,18 @@ def test_what_cannot_be_recorded_is_launched_and_leaves_the_device_as_it_was(doe
         does(tokens)
         return (tokens + lengths,)
 
-    recorder = Recorder()
+    recorder = GraphCache()
     with pytest.warns(UserWarning, match="cannot be recorded"):
         assert passes(recorder, body) == [[[2, 2]]] * 5
     assert recorder.refusal is not None
     assert torch.rand(3, device="cuda").sum().item() > 0
-    sound = Recorder()
+    sound = GraphCache()
     assert passes(sound, lambda tokens, lengths: (tokens * lengths,)) == [[[1, 1]]] * 5
     assert sound.refusal is None
 
 
 def test_recordings_of_others_outside_of_inference_mode_still_work():
-    assert passes(Recorder(), lambda tokens, lengths: (tokens - lengths,)) == [[[0, 0]]] * 5
+    assert passes(GraphCache(), lambda tokens, lengths: (tokens - lengths,)) == [[[0, 0]]] * 5
     numbers, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
     numbers * 2
     torch.cuda.synchronize()

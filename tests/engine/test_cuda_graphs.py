@@ -7,13 +7,13 @@ import draftproof as dp
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
-from draftproof.models.graphs import TIMES, Recordings
+from draftproof.models.cuda_graphs import TIMES, Recordings
 from draftproof.models.hf import HFModel
-from engine.heads import on_target
-from engine.tapes import Tapes
+from engine.fake_graphs import Tapes
 from engine.tiny import PROMPT, V, llama, neighbour
+from engine.tiny_heads import on_target
 
-S = dp.Sampling
+S = dp.SamplingParams
 MIXED = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(top_k=3, seed=5), S(top_p=0.8, seed=6)]
 PROMPTS = [list(PROMPT), list(PROMPT)[:3], list(PROMPT)[:7], [1]]
 BUDGETS = [40, 21, 40, 33]

@@ -4,23 +4,23 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof.drafters.choice import Choice
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
+from draftproof.drafters.switch import Switch
 from draftproof.engine import batch as batches
 from draftproof.models.hf import HFModel
-from engine.heads import on_target
+from engine.count_syncs import Waits
 from engine.tiny import PROMPT, llama, neighbour
-from engine.waits import Waits
+from engine.tiny_heads import on_target
 
 triton = pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counted where Triton's interpreter runs"),
 ]
-S = dp.Sampling
+S = dp.SamplingParams
 DRAFTERS = {
     "none": lambda: None,
     "ngram": lambda: "ngram",
@@ -31,7 +31,7 @@ DRAFTERS = {
     "confident model": lambda: ModelDrafter(HFModel(neighbour()), vocab_size=8, confidence=0.3),
     "early exit": lambda: "early-exit:1",
     "head": lambda: HeadDrafter(on_target(6)),
-    "suffix+head": lambda: Choice(Suffix(), HeadDrafter(on_target(6)), enough=3),
+    "suffix+head": lambda: Switch(Suffix(), HeadDrafter(on_target(6)), enough=3),
 }
 WARM = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(temperature=0.9, min_p=0.05, seed=5)]
 
@@ -92,7 +92,7 @@ TREES = {
     "model": lambda: ModelDrafter(HFModel(neighbour()), branches=2),
     "smaller vocabulary": lambda: ModelDrafter(HFModel(neighbour(6)), vocab_size=8, branches=2),
     "head": lambda: HeadDrafter(on_target(6), branches=2),
-    "suffix+head": lambda: Choice(Suffix(branches=2), HeadDrafter(on_target(6), branches=2), enough=3),
+    "suffix+head": lambda: Switch(Suffix(branches=2), HeadDrafter(on_target(6), branches=2), enough=3),
     "chain": lambda: neighbour(),
 }
 COLD = [S(temperature=0.0, seed=4)] * 2
@@ -125,8 +125,8 @@ def test_a_tree_is_judged_with_penalties_and_bias_without_a_look(monkeypatch, na
 class Misplacing(NGram):
     """A tree with a slot that hangs on itself, in the second row."""
 
-    def propose(self, contexts, k, noise):
-        draft = super().propose(contexts, k, noise)
+    def propose(self, contexts, k, rng):
+        draft = super().propose(contexts, k, rng)
         draft.parents[1, 1] = 1
         return draft
 
@@ -148,7 +148,7 @@ def test_filters_are_drawn_with_and_judged_by_without_a_look(monkeypatch, sampli
 
 
 @pytest.mark.parametrize("name", ["fillers", "head"])
-def test_log_probabilities_are_the_laws_own_and_come_in_the_same_fetch(monkeypatch, name):
+def test_log_probabilities_are_the_distributions_own_and_come_in_the_same_fetch(monkeypatch, name):
     found, texts = rounds(monkeypatch, DRAFTERS[name](), "block", WARM[:2], logprobs=True)
     assert found == [([], 1)] * len(found)
     wanted = plainly(DRAFTERS[name](), "block", WARM[:2], logprobs=True)
@@ -173,15 +173,15 @@ def test_a_grammar_waits_once_more(monkeypatch):
 
 def test_the_counter_can_find_a_wait(monkeypatch):
     class Curious(NGram):
-        def propose(self, contexts, k, noise):
-            draft = super().propose(contexts, k, noise)
+        def propose(self, contexts, k, rng):
+            draft = super().propose(contexts, k, rng)
             return draft if bool((draft.lengths >= 0).all()) and draft.tokens.tolist() is not None else None
 
     found, _ = rounds(monkeypatch, Curious(), "block", WARM[:1], tokens=2)
     assert found[0] == (["is_nonzero", "tolist"], 1)
 
 
-def test_a_row_without_a_law_fails_alone_by_the_reference(monkeypatch):
+def test_a_row_without_a_distribution_fails_alone_by_the_reference(monkeypatch):
     """NaN in one row: the kernels' fault, the reference's word; the other row goes on."""
     model = llama()
     seen = HFModel._pass
@@ -198,5 +198,5 @@ def test_a_row_without_a_law_fails_alone_by_the_reference(monkeypatch):
     engine = dp.load(model, "ngram", num_draft_tokens=2)
     one, other = engine.generate([list(PROMPT)] * 2, [S(seed=1), S(seed=2)], max_tokens=4)
     assert one.finish_reason == "error"
-    assert "are no law" in one.error
+    assert "are no distribution" in one.error
     assert (other.finish_reason, len(other.tokens)) == ("length", 4)

@@ -5,13 +5,12 @@ import itertools
 import pytest
 
 import draftproof as dp
-from draftproof.core.sampling import Sampling
-from draftproof.engine import clock
-from draftproof.engine.costs import Costs
+from draftproof.core.sampling import SamplingParams
+from draftproof.engine import batch as clock
+from draftproof.engine.draft_length import LONGEST, PROBE, SPENT, AutoLength, Costs, Record, Share, best_length
 from draftproof.engine.engine import Engine, Limits
-from draftproof.engine.pace import LONGEST, PROBE, SPENT, Auto, Record, Share, best_length
 from draftproof.engine.request import Request, Session
-from engine.stage import Knowing, cycle
+from engine.scripted import Knowing, cycle
 from engine.tiny import PROMPT, llama, neighbour
 
 ROUND = [1, 2, 3, 4, 5]
@@ -75,7 +74,9 @@ def test_a_seeded_text_does_not_depend_on_how_busy_the_machine_is(rule, monkeypa
     for steps in ((1e-3,), (1.0, 1e-3), (1e-6, 5.0, 1e-3, 1e-3, 1e-1)):
         monkeypatch.setattr(clock.time, "perf_counter", ticking(*steps))
         engine = dp.load(llama(), neighbour(), rule=rule, num_draft_tokens="auto")
-        outputs = engine.generate([list(PROMPT), [1, 2]], [Sampling(seed=1), Sampling(seed=2)], max_tokens=40)
+        outputs = engine.generate(
+            [list(PROMPT), [1, 2]], [SamplingParams(seed=1), SamplingParams(seed=2)], max_tokens=40
+        )
         made.append([(output.tokens, output.stats.drafted) for output in outputs])
     assert made[0] == made[1] == made[2]
 
@@ -84,7 +85,7 @@ def test_without_a_seed_the_measured_costs_decide(monkeypatch):
     """The clock of the test above does matter where it may: the control."""
     drafted = []
     for draft in (1e-4, 3.0):
-        auto = Auto()
+        auto = AutoLength()
         for width in (1, 3, 1, 5):
             auto.timed({"draft": draft * (width - 1), "score": 1.0}, width, width - 1)
         drafted.append(best_length(faring(0.7, 0.7), auto.measured))
@@ -141,8 +142,8 @@ def test_a_draft_that_was_not_made_says_nothing():
 
 def test_short_drafts_are_tried_longer_now_and_then():
     """A length of 1 says nothing of second tokens: without tries it would be for ever."""
-    auto, costs = Auto(), Costs()
-    [session] = [Session.start(Request((1,), Sampling(seed=0), 90, seeded=True))]
+    auto, costs = AutoLength(), Costs()
+    [session] = [Session.start(Request((1,), SamplingParams(seed=0), 90, seeded=True))]
     auto.records[session.id] = faring(0.5, 0.0)
     assert best_length(auto.records[session.id], costs) == 1
     asked = []

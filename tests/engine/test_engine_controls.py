@@ -6,29 +6,29 @@ from dataclasses import replace
 import pytest
 
 import draftproof as dp
-from draftproof.core import dense
-from draftproof.core.sampling import Sampling
+from draftproof.core import penalties as dense
+from draftproof.core.sampling import SamplingParams
 from draftproof.core.sampling import warp as right_warp
 from draftproof.models.cache import SlotCache
-from engine.laws import counts, joint_law
-from engine.talk import talk
+from engine.many_texts import talk
+from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import PROMPT, V, llama, neighbour
-from evidence import g_test
+from g_test import g_test
 
 pytestmark = pytest.mark.statistical
 
 ALPHA = 1e-6
-PENALTY = Sampling(frequency_penalty=1.2)
-MIN_P = Sampling(min_p=0.2)
-PLAIN = Sampling()
+PENALTY = SamplingParams(frequency_penalty=1.2)
+MIN_P = SamplingParams(min_p=0.2)
+PLAIN = SamplingParams()
 right_keep = SlotCache.keep
 
 
-def p_value(sampling: Sampling, n: int, drafter: object = None) -> float:
+def p_value(sampling: SamplingParams, n: int, drafter: object = None) -> float:
     engine = dp.load(llama(), drafter or neighbour(), rule="block", num_draft_tokens=3, max_batch=500)
     made = talk(engine, PROMPT, [sampling], n, length=3, budget=4)
     assert made.drafting_mattered
-    return g_test(counts(made.texts, V), joint_law(llama(), PROMPT, sampling, 3))
+    return g_test(counts(made.texts, V), joint_distribution(llama(), PROMPT, sampling, 3))
 
 
 def stale_penalties(logits, samplings, history=None, draft=None, allowed=None, vocab=None):

@@ -6,25 +6,25 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof.core.law import Vocab
-from draftproof.drafters.choice import Choice
+from draftproof.core.distribution import DraftVocab
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
+from draftproof.drafters.switch import Switch
 from draftproof.engine import batch as batches
-from draftproof.engine import judge
-from draftproof.models.fitted import FittedHead
-from draftproof.models.head import Head
+from draftproof.engine import round as judge
+from draftproof.models.head.attach import FittedHead
+from draftproof.models.head.network import Head
+from draftproof.models.head.taps import embeddings, shape_for
 from draftproof.models.hf import HFModel
-from draftproof.models.tapped import embeddings, shape_for
-from engine.elsewhere import moved, there
-from engine.heads import IDS
+from engine.fake_cuda import moved, there
 from engine.tiny import PROMPT, V, llama, neighbour
+from engine.tiny_heads import IDS
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU; with one: test_cuda.py")
-S = dp.Sampling
+S = dp.SamplingParams
 WARM = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(temperature=0.9, top_p=0.9, seed=5)]
 GREEDY = [S(temperature=0.0, seed=4)] * 3
 EDITED = [S(temperature=0.8, seed=3, repetition_penalty=1.2), S(temperature=0.0, presence_penalty=0.3, seed=4)]
@@ -35,7 +35,7 @@ ALL = {"warm": WARM, "greedy": GREEDY, "edited": EDITED}
 def head_of(model, **settings):
     head, ids = Head(shape_for(model), seed=1), torch.tensor(IDS[:6]).to(model.device)
     rows = torch.nn.Linear(head.shape.hidden, len(ids), bias=False)
-    return HeadDrafter(FittedHead(moved(head), embeddings(model), moved(rows), Vocab.of(ids, V)), **settings)
+    return HeadDrafter(FittedHead(moved(head), embeddings(model), moved(rows), DraftVocab.of(ids, V)), **settings)
 
 
 def served(size=V):
@@ -49,7 +49,7 @@ DRAFTERS = {
     "suffix": lambda model: "suffix",
     "head": head_of,
     "confident head": lambda model: head_of(model, confidence=0.3),
-    "suffix+head": lambda model: Choice(Suffix(), head_of(model), enough=2),
+    "suffix+head": lambda model: Switch(Suffix(), head_of(model), enough=2),
     "model": lambda model: ModelDrafter(served()),
     "smaller vocabulary": lambda model: ModelDrafter(served(6), vocab_size=V),
     "confident model": lambda model: ModelDrafter(served(), confidence=0.3),
@@ -134,7 +134,7 @@ TREES = {
     "smaller vocabulary": lambda model: ModelDrafter(served(6), vocab_size=V, branches=2),
     "confident model": lambda model: ModelDrafter(served(), branches=2, confidence=0.3),
     "head": lambda model: head_of(model, branches=2),
-    "suffix+head": lambda model: Choice(Suffix(branches=2), head_of(model, branches=2), enough=2),
+    "suffix+head": lambda model: Switch(Suffix(branches=2), head_of(model, branches=2), enough=2),
     "chain": lambda model: ModelDrafter(served()),
     "none": lambda model: None,
 }
@@ -164,8 +164,8 @@ class Curious(NGram):
         super().__init__()
         self.does = does
 
-    def propose(self, contexts, k, noise):
-        draft = super().propose(contexts, k, noise)
+    def propose(self, contexts, k, rng):
+        draft = super().propose(contexts, k, rng)
         self.does(draft)
         return draft
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from draftproof.models.graphs import TIMES
+from draftproof.models.cuda_graphs import TIMES
 from draftproof.models.hf import HFModel
-from engine.elsewhere import moved, there
+from engine.fake_cuda import moved, there
 from models.families import CONFIGS, family
 
 pytest.importorskip("triton")

@@ -1,6 +1,6 @@
 """A grammar under speculation: the mask at every scored position is that of the text before it, draft included.
 
-The law is held to whole forwards of every prefix with the same masks, by G-test: 3,000 texts of three tokens, of at
+The distribution is held to whole forwards of every prefix with the same masks, by G-test: 3,000 texts of three tokens, of at
 most 125 kinds (λ = 118): a total variation of 0.1 shows. α = 1e-6 a test, seeds fixed. The control, a grammar that does
 not see the draft, fails with as many.
 """
@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof.core.sampling import Sampling
+from draftproof.core.sampling import SamplingParams
 from draftproof.engine import grammar
 from draftproof.engine.engine import Engine
-from engine.laws import counts, joint_law, next_laws
-from engine.stage import Knowing, cycle
-from engine.talk import talk, unchecked
+from engine.many_texts import talk, unchecked
+from engine.plain_distribution import counts, joint_distribution, next_distributions
+from engine.scripted import Knowing, cycle
 from engine.tiny import PROMPT, V, llama, neighbour
-from evidence import g_test
+from g_test import g_test
 
 ALPHA = 1e-6
-WARM = Sampling(temperature=1.2, top_p=0.97)
+WARM = SamplingParams(temperature=1.2, top_p=0.97)
 
 
 def thirds(output):
@@ -34,12 +34,12 @@ def p_value(drafter, rule: str) -> float:
     engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=slots, max_batch=500)
     made = talk(engine, PROMPT, [WARM], 3000, length=3, budget=4, allowed=thirds)
     assert made.drafting_mattered
-    return g_test(counts(made.texts, V), joint_law(llama(), PROMPT, WARM, 3, thirds))
+    return g_test(counts(made.texts, V), joint_distribution(llama(), PROMPT, WARM, 3, thirds))
 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("rule", ["token", "block", "coupled", "tree"])
-def test_texts_have_the_law_of_plain_decoding_with_the_same_masks(rule):
+def test_texts_have_the_distribution_of_plain_decoding_with_the_same_masks(rule):
     assert p_value(neighbour(), rule) > ALPHA
 
 
@@ -99,30 +99,32 @@ def test_a_dead_end_fails_just_those_requests_that_get_there(rule):
     """3,000 texts of three tokens, those that died behind a 5 counted as they are: TV 0.14. A draft that merely leads
     there changes nothing."""
     engine = dp.load(llama(), neighbour(), rule=rule, num_draft_tokens=4, max_batch=500)
-    wanted = [Sampling(seed=i) for i in range(3000)]
+    wanted = [SamplingParams(seed=i) for i in range(3000)]
     with unchecked():
         outputs = engine.generate([list(PROMPT)] * 3000, wanted, max_tokens=3, allowed=nothing_behind_five)
     assert {output.finish_reason for output in outputs} == {"length", "error"}
     texts = torch.tensor([(output.tokens + [DEAD] * 3)[:3] for output in outputs])
-    assert g_test(counts(texts, V + 1), dying_law()) > ALPHA
+    assert g_test(counts(texts, V + 1), dying_distribution()) > ALPHA
 
 
 DEAD = V
 
 
-def dying_law():
-    """The joint law of three tokens with one token more, which alone can follow a 5 and itself."""
-    law = torch.ones((), dtype=torch.float64)
+def dying_distribution():
+    """The joint distribution of three tokens with one token more, which alone can follow a 5 and itself."""
+    dist = torch.ones((), dtype=torch.float64)
     for n in range(3):
         rows = []
         for prefix in product(range(V + 1), repeat=n):
             dead = torch.zeros(V + 1, dtype=torch.float64)
             dead[DEAD] = 1
             alive = {5, DEAD}.isdisjoint(prefix)
-            law_here = next_laws(llama(), [[*PROMPT, *prefix]], Sampling(), len(PROMPT))[0] if alive else None
-            rows.append(dead if law_here is None else torch.nn.functional.pad(law_here, (0, 1)))
-        law = (law.flatten()[:, None] * torch.stack(rows)).flatten()
-    return law
+            distribution_here = (
+                next_distributions(llama(), [[*PROMPT, *prefix]], SamplingParams(), len(PROMPT))[0] if alive else None
+            )
+            rows.append(dead if distribution_here is None else torch.nn.functional.pad(distribution_here, (0, 1)))
+        dist = (dist.flatten()[:, None] * torch.stack(rows)).flatten()
+    return dist
 
 
 @pytest.mark.parametrize("mask", [torch.ones(V), torch.ones(V + 1, dtype=torch.bool)])

@@ -10,9 +10,9 @@ import torch
 import transformers as tf
 
 import draftproof as dp
-from engine.excuses import excused
+from engine.near_ties import excused
 from models.families import CONFIGS, family
-from models.test_encdec import SOURCES, pair
+from models.test_encoder_decoder import SOURCES, pair
 
 PROMPTS = [[5, 9, 4, 8, 5, 9, 4], [11, 12], [7, 7, 20, 31, 12, 6, 7, 7, 20]]
 LENGTH = 16

@@ -6,17 +6,18 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof.drafters.choice import Choice
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
-from draftproof.models import fitted, headfile
-from draftproof.models.head import Head
-from draftproof.models.tapped import shape_for
-from engine.heads import IDS, trained
-from engine.stage import cycle
+from draftproof.drafters.switch import Switch
+from draftproof.models.head.network import Head
+from draftproof.models.head.network import attach as fitted
+from draftproof.models.head.network import file as headfile
+from draftproof.models.head.taps import shape_for
+from engine.scripted import cycle
 from engine.test_greedy import LENGTH, PROMPTS, differences
 from engine.tiny import PROMPT, llama
+from engine.tiny_heads import IDS, trained
 from models.families import family
 
 
@@ -42,7 +43,7 @@ def test_a_head_in_a_folder_drafts(folder):
 
 def test_a_head_beside_a_suffix_automaton_has_a_name(folder):
     engine = dp.load(llama(), f"suffix+head:{folder}", rule="tree", num_draft_tokens=4)
-    assert type(engine.drafter) is Choice
+    assert type(engine.drafter) is Switch
     assert engine.generate([list(PROMPT)], temperature=0, max_tokens=20)[0].stats.accepted > 0
 
 

@@ -10,25 +10,25 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof.core.sampling import Sampling
+from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import Suffix
 from draftproof.models.toy import Toy
-from engine.talk import unchecked
+from engine.many_texts import unchecked
 
 V = 8
 TARGET = Toy.random(V, order=2, seed=1)
 NEAR = Toy(TARGET.table + torch.randn((V, V, V), generator=torch.Generator().manual_seed(2)) * 0.7)
 
 KINDS = [
-    Sampling(),
-    Sampling(temperature=0.7, top_k=4),
-    Sampling(temperature=0),
-    Sampling(top_p=0.9, frequency_penalty=0.4),
-    Sampling(min_p=0.05, logit_bias={2: 1.0}),
-    Sampling(repetition_penalty=1.4, presence_penalty=0.3),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=4),
+    SamplingParams(temperature=0),
+    SamplingParams(top_p=0.9, frequency_penalty=0.4),
+    SamplingParams(min_p=0.05, logit_bias={2: 1.0}),
+    SamplingParams(repetition_penalty=1.4, presence_penalty=0.3),
 ]
 SAMPLINGS = [replace(kind, seed=50 + i) for i, kind in enumerate(KINDS)]
 NUMBERS = torch.Generator().manual_seed(0)

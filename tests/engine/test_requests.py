@@ -7,12 +7,12 @@ import torch
 import transformers as tf
 
 import draftproof as dp
-from draftproof.core.sampling import Sampling
-from draftproof.core.types import Inexact
+from draftproof.core.sampling import SamplingParams
+from draftproof.core.types import InexactError
 from draftproof.engine.engine import Engine, Limits
 from draftproof.models.toy import Toy
-from engine.laws import next_laws
-from engine.stage import Counted, Knowing, cycle
+from engine.plain_distribution import next_distributions
+from engine.scripted import Counted, Knowing, cycle
 from engine.tiny import PROMPT, V, llama, neighbour
 
 RULES = ["token", "block", "coupled", "tree"]
@@ -29,15 +29,17 @@ def broken_at(token: int, value: float) -> Toy:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("sampling", [Sampling(seed=0), Sampling(temperature=0), Sampling(top_p=0.9, seed=0)])
-def test_scores_that_are_no_law_fail_their_request_and_no_other(sampling, value, rule):
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(seed=0), SamplingParams(temperature=0), SamplingParams(top_p=0.9, seed=0)]
+)
+def test_scores_that_are_no_distribution_fail_their_request_and_no_other(sampling, value, rule):
     engine = Engine(broken_at(5, value), None, Knowing([1, 2, 3] * 9), rule=rule, num_draft_tokens=3)
     outputs = engine.generate([[1, 2], [1, 5], [3, 1, 2]], sampling, max_tokens=8)
     assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
     assert outputs[0].tokens == [3, 1, 2, 3, 1, 2, 3, 1]
     assert outputs[2].tokens == [3, 1, 2, 3, 1, 2, 3, 1]
     assert outputs[1].tokens == []
-    assert "the scores behind token 2 are no law" in outputs[1].error
+    assert "the scores behind token 2 are no distribution" in outputs[1].error
 
 
 def test_what_was_said_before_the_scores_broke_is_kept():
@@ -60,14 +62,14 @@ def test_what_a_round_said_before_the_scores_broke_is_kept(rule):
     engine = Engine(broken_at(3, math.nan), None, Knowing([1, 2, 3, 1, 2]), rule=rule, num_draft_tokens=4)
     [output] = engine.generate([[1]], max_tokens=8)
     assert (output.tokens, output.finish_reason) == ([2, 3], "error")
-    assert "the scores behind token 3 are no law" in output.error
+    assert "the scores behind token 3 are no distribution" in output.error
 
 
 def test_a_single_prompt_raises():
     engine = Engine(broken_at(5, math.nan), None, None)
-    with pytest.raises(RuntimeError, match="the scores behind token 2 are no law"):
+    with pytest.raises(RuntimeError, match="the scores behind token 2 are no distribution"):
         engine.generate([1, 5])
-    with pytest.raises(RuntimeError, match="the scores behind token 2 are no law"):
+    with pytest.raises(RuntimeError, match="the scores behind token 2 are no distribution"):
         list(engine.stream([1, 5]))
 
 
@@ -117,7 +119,10 @@ def test_a_stream_runs_no_round_before_it_is_asked_to():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(seed=1), Sampling(temperature=0.7, top_k=5, repetition_penalty=1.4, frequency_penalty=0.3, seed=2)],
+    [
+        SamplingParams(seed=1),
+        SamplingParams(temperature=0.7, top_k=5, repetition_penalty=1.4, frequency_penalty=0.3, seed=2),
+    ],
 )
 def test_logprobs_are_those_of_plain_decoding(sampling, rule):
     engine = dp.load(llama(), neighbour(), rule=rule, num_draft_tokens=4)
@@ -125,8 +130,8 @@ def test_logprobs_are_those_of_plain_decoding(sampling, rule):
     for output, prompt in zip(outputs, (list(PROMPT), [3, 4]), strict=True):
         text = list(prompt)
         for token, logprob in zip(output.tokens, output.logprobs, strict=True):
-            law = next_laws(llama(), [text], sampling, len(prompt))[0]
-            assert logprob == pytest.approx(float(law[token].log()), abs=1e-4)
+            dist = next_distributions(llama(), [text], sampling, len(prompt))[0]
+            assert logprob == pytest.approx(float(dist[token].log()), abs=1e-4)
             text.append(token)
 
 
@@ -167,8 +172,8 @@ def test_plain_decoding_has_no_drafts():
         ({"top_k": 0}, ValueError, "top_k must be None"),
         ({"max_tokens": -1}, ValueError, "max_tokens must be ≥ 0"),
         ({"max_tokens": [1, 2]}, ValueError, "one for each of 1 prompts"),
-        ({"sampling": [Sampling(), Sampling()]}, ValueError, "one for each of 1 prompts; got 2"),
-        ({"sampling": Sampling(), "top_k": 3}, ValueError, r"sampling or its fields \(top_k\), not both"),
+        ({"sampling": [SamplingParams(), SamplingParams()]}, ValueError, "one for each of 1 prompts; got 2"),
+        ({"sampling": SamplingParams(), "top_k": 3}, ValueError, r"sampling or its fields \(top_k\), not both"),
         ({"num_beams": 3}, ValueError, "not a transformers model"),
     ],
 )
@@ -212,19 +217,19 @@ def test_no_prompts_are_no_texts():
 
 def test_a_tree_under_a_chain_rule_is_refused():
     engine = dp.load(llama(), "ngram", rule="block", branches=2)
-    with pytest.raises(Inexact, match='use rule="tree"'):
+    with pytest.raises(InexactError, match='use rule="tree"'):
         engine.generate([list(PROMPT)], max_tokens=4)
 
 
 @pytest.mark.parametrize("place", ["target", "drafter"])
 def test_a_model_that_cannot_go_back_is_refused_at_load(place):
     mamba = tf.MambaForCausalLM(tf.MambaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1)).eval()
-    with pytest.raises(Inexact, match="cannot go back after a rejection"):
+    with pytest.raises(InexactError, match="cannot go back after a rejection"):
         dp.load(mamba if place == "target" else llama(), "ngram" if place == "target" else mamba)
 
 
 def test_another_vocabulary_without_a_mapping_is_refused_at_load():
-    with pytest.raises(Inexact, match="the drafter scores 2000 tokens and the target 8"):
+    with pytest.raises(InexactError, match="the drafter scores 2000 tokens and the target 8"):
         dp.load(llama(), llama(2000))
 
 

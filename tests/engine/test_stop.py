@@ -5,7 +5,7 @@ import pytest
 import draftproof as dp
 from draftproof.engine.engine import Engine, Limits
 from draftproof.models.toy import Toy
-from engine.stage import Knowing, cycle
+from engine.scripted import Knowing, cycle
 from engine.tiny import PROMPT, llama, neighbour
 from models.tiny_tokenizers import byte_level
 

@@ -5,9 +5,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from draftproof.models.fitted import FittedHead
-from draftproof.models.head import Head, attend
-from draftproof.models.tapped import embeddings, output_rows, shape_for
+from draftproof.models.head.attach import FittedHead
+from draftproof.models.head.network import Head, attend
+from draftproof.models.head.taps import embeddings, output_rows, shape_for
 from engine.tiny import V, llama
 
 IDS = (3, 0, 5, 1, 6, 2, 7, 4)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from draftproof.explain.page import page, write_page
+from draftproof.explain.explanation import page, write_page
 from explain.runs import drawing, recorded
 
 CHROMIUM = shutil.which("chromium")

@@ -1,4 +1,4 @@
-"""Inside transformers' generate: the same text where it is greedy, the same law where it samples, and nothing of what
+"""Inside transformers' generate: the same text where it is greedy, the same distribution where it samples, and nothing of what
 was asked for is left out silently."""
 
 import pytest
@@ -6,10 +6,10 @@ import torch
 import transformers as tf
 
 import draftproof as dp
-from draftproof.core.types import Inexact
+from draftproof.core.types import InexactError
 from engine.tiny import PROMPT, V, llama, neighbour
 from models.families import family
-from models.test_encdec import pair
+from models.test_encoder_decoder import pair
 
 PROMPTS = [[5, 9, 4, 8, 5, 9], [11, 12, 11], [3, 7, 3, 7, 3, 7, 3, 7, 20]]
 PAD = 0
@@ -191,10 +191,14 @@ def test_the_model_is_not_altered():
 REFUSED = {
     "beams": ({"num_beams": 2}, ValueError, "generation mode 'beam_search'"),
     "scores": ({"output_scores": True, "return_dict_in_generate": True}, ValueError, "output_scores=True is not kept"),
-    "guidance": ({"guidance_scale": 1.5}, Inexact, "UnbatchedClassifierFreeGuidanceLogitsProcessor.* keeps a cache"),
+    "guidance": (
+        {"guidance_scale": 1.5},
+        InexactError,
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor.* keeps a cache",
+    ),
     "watermark": (
         {"watermarking_config": tf.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
-        Inexact,
+        InexactError,
         "SynthIDTextWatermarkLogitsProcessor.* keeps the contexts",
     ),
     "no room": ({"max_new_tokens": 400}, ValueError, "positions for 128: set max_new_tokens"),
@@ -240,7 +244,7 @@ def test_rows_that_may_end_apart_need_a_token_to_pad_with():
 
 
 def test_a_processor_that_leaves_nothing_is_an_error():
-    with pytest.raises(RuntimeError, match="row 0: the scores behind token 10 are no law"):
+    with pytest.raises(RuntimeError, match="row 0: the scores behind token 10 are no distribution"):
         llama().generate(
             torch.tensor([PROMPT]),
             suppress_tokens=list(range(V)),

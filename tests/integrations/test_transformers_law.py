@@ -1,6 +1,6 @@
-"""Sampling inside transformers' generate: the joint law of three tokens under transformers' own processors, by G-test.
+"""Sampling inside transformers' generate: the joint distribution of three tokens under transformers' own processors, by G-test.
 
-2,000 texts from one call, 8 tokens, the law found by whole forwards of every prefix (engine/laws.py): a total variation
+2,000 texts from one call, 8 tokens, the distribution found by whole forwards of every prefix (engine/distributions.py): a total variation
 of 0.17 shows with power 0.9 where it is spread over all 512 texts, of 0.1 where filters leave 64 of them. False alarms:
 α = 1e-6 a test, seeds fixed. The control, processors that are not told of the draft, fails with as many.
 """
@@ -10,12 +10,12 @@ import torch
 import transformers as tf
 
 import draftproof as dp
-from draftproof.core.sampling import Sampling
-from draftproof.integrations import sheet
-from engine.laws import counts, joint_law
-from engine.talk import unchecked
+from draftproof.core.sampling import SamplingParams
+from draftproof.integrations import transformers_rows as sheet
+from engine.many_texts import unchecked
+from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import PROMPT, V, llama, neighbour
-from evidence import g_test
+from g_test import g_test
 
 pytestmark = pytest.mark.statistical
 
@@ -45,12 +45,12 @@ def p_value(drafter: str, rule: str, padding: int = 0, **options: float) -> floa
             **options,
         )
     assert made.shape == (N, ids.shape[1] + 3)
-    law = joint_law(llama(), PROMPT, Sampling(**options), 3)
-    return g_test(counts(made[:, -3:], V), law)
+    dist = joint_distribution(llama(), PROMPT, SamplingParams(**options), 3)
+    return g_test(counts(made[:, -3:], V), dist)
 
 
 @pytest.mark.parametrize(("drafter", "rule"), CASES)
-def test_texts_have_the_law_of_plain_generate(drafter, rule):
+def test_texts_have_the_distribution_of_plain_generate(drafter, rule):
     assert p_value(drafter, rule, **ALL) > ALPHA
 
 
@@ -63,12 +63,12 @@ def test_processors_that_are_not_told_of_the_draft_are_caught(monkeypatch):
     assert p_value("model", "block", **ALL) < ALPHA
 
 
-def test_the_law_is_that_of_plain_generate_itself():
+def test_the_distribution_is_that_of_plain_generate_itself():
     """The judge is judged: transformers' own loop passes the same test."""
     torch.manual_seed(0)
     ids = torch.tensor([PROMPT])
     made = llama().generate(ids, num_return_sequences=N, do_sample=True, max_new_tokens=3, **ALL)
-    assert g_test(counts(made[:, -3:], V), joint_law(llama(), PROMPT, Sampling(**ALL), 3)) > ALPHA
+    assert g_test(counts(made[:, -3:], V), joint_distribution(llama(), PROMPT, SamplingParams(**ALL), 3)) > ALPHA
 
 
 def test_nothing_is_left_of_tokens_that_a_processor_rules_out():

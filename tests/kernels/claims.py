@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import draftproof as dp
-from draftproof.kernels import Workspace, verify_rows
-from draftproof.kernels.workspace import FEW
-from kernels.twins import Input, kernel, parameters, reference
+from draftproof.kernels import verify_rows
+from draftproof.kernels.workspace import FEW, Workspace
+from kernels.side_by_side import Input, kernel, parameters, reference
 
-S = dp.Sampling
+S = dp.SamplingParams
 RULES = ("token", "block", "coupled")
 SETTINGS = {
     "temperature": S(temperature=0.8),
@@ -32,12 +32,12 @@ MARGIN, TRIES = 5e-7, 64
 a nucleus must reach, are moved by so little: some value lies on a border then. So many moves are tried."""
 
 
-def mixed(B: int) -> list[dp.Sampling]:
+def mixed(B: int) -> list[dp.SamplingParams]:
     every = list(SETTINGS.values())
     return [every[b % len(every)] for b in range(B)]
 
 
-def on_device(B: int, K: int, V: int, samplings: list[dp.Sampling], seed: int, dtype: torch.dtype) -> Input:
+def on_device(B: int, K: int, V: int, samplings: list[dp.SamplingParams], seed: int, dtype: torch.dtype) -> Input:
     """Like `twins.make`, made on the device: rows with a head of larger logits, as a language model's have."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
@@ -78,7 +78,7 @@ def moved(x: Tensor, generator: torch.Generator) -> Tensor:
     return x + MARGIN * torch.sin(10.0 ** (4 * numbers[0] - 2) * x + 6.3 * numbers[1])
 
 
-def aside(sampling: dp.Sampling, n: int) -> dp.Sampling:
+def aside(sampling: dp.SamplingParams, n: int) -> dp.SamplingParams:
     """Moves of the logits hardly move a sum over all of them: the margin is that of float32 sums as well."""
     return replace(sampling, top_p=min(1.0, sampling.top_p * (1 + MARGIN * (2 * n / (TRIES - 1) - 1))))
 

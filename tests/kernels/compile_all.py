@@ -7,10 +7,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import draftproof as dp
-from draftproof.kernels import Parameters, Workspace
 from draftproof.kernels.call import Call
+from draftproof.kernels.compile import compile_step
 from draftproof.kernels.launch import plan
-from draftproof.kernels.steps import compile_step
+from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.workspace import Workspace
 
 B, K = 2, 4
 
@@ -31,9 +32,9 @@ class NoDevice:
         return 0
 
 
-def call(rule: str, dtype: torch.dtype, sampling: dp.Sampling, V: int) -> Call:
+def call(rule: str, dtype: torch.dtype, sampling: dp.SamplingParams, V: int) -> Call:
     lengths = torch.full((B,), K)
-    rows = Parameters.of([sampling] * B, [dp.Sampling()] * B, seeds=lengths, positions=lengths, lengths=lengths)
+    rows = Parameters.of([sampling] * B, [dp.SamplingParams()] * B, seeds=lengths, positions=lengths, lengths=lengths)
     target, draft = torch.empty(B, K + 1, V, dtype=dtype), torch.empty(B, K, V, dtype=dtype)
     return Call(target, torch.zeros(B, K, dtype=torch.long), draft, rows, rule)
 
@@ -42,10 +43,10 @@ def main(capability: int, V: int) -> None:
     triton.runtime.driver.set_active(NoDevice(capability))
     seen = set()
     calls = [
-        call("token", torch.float32, dp.Sampling(), V),
-        call("block", torch.float32, dp.Sampling(), V),
-        call("coupled", torch.bfloat16, dp.Sampling(), V),
-        call("token", torch.bfloat16, dp.Sampling(top_k=50), V),
+        call("token", torch.float32, dp.SamplingParams(), V),
+        call("block", torch.float32, dp.SamplingParams(), V),
+        call("coupled", torch.bfloat16, dp.SamplingParams(), V),
+        call("token", torch.bfloat16, dp.SamplingParams(top_k=50), V),
     ]
     for number, each in enumerate(calls):
         for step in plan(each, Workspace.empty(B, K, V, "cpu"), overlap=capability >= 90):

@@ -7,16 +7,17 @@ import triton
 from compile_all import B, NoDevice
 
 import draftproof as dp
-from draftproof.kernels import Parameters, Workspace
 from draftproof.kernels.call import Call
-from draftproof.kernels.drawing import plan_draw
-from draftproof.kernels.steps import compile_step
+from draftproof.kernels.compile import compile_step
+from draftproof.kernels.device.draw import plan_draw
+from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.workspace import Workspace
 
 
 def main(capability: int, V: int) -> None:
     triton.runtime.driver.set_active(NoDevice(capability))
     none = torch.zeros(B, dtype=torch.long)
-    for sampling in (dp.Sampling(), dp.Sampling(top_k=50)):
+    for sampling in (dp.SamplingParams(), dp.SamplingParams(top_k=50)):
         rows = Parameters.of([sampling] * B, [sampling] * B, seeds=none, positions=none, lengths=none)
         for rule in ("token", "coupled"):
             logits, tokens = torch.empty(B, 1, V, dtype=torch.bfloat16), torch.zeros((B, 0), dtype=torch.long)

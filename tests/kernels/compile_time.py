@@ -11,14 +11,14 @@ from compile_all import B, NoDevice
 from compile_once import call
 
 import draftproof as dp
-from draftproof.kernels import Workspace
+from draftproof.kernels.compile import compile_step
 from draftproof.kernels.launch import plan
-from draftproof.kernels.steps import compile_step
+from draftproof.kernels.workspace import Workspace
 
 V = 128256
 SETTINGS = {
-    "top-k and top-p": dp.Sampling(temperature=0.8, top_k=50, top_p=0.9),
-    "top-p alone": dp.Sampling(temperature=0.8, top_p=0.9),
+    "top-k and top-p": dp.SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
+    "top-p alone": dp.SamplingParams(temperature=0.8, top_p=0.9),
 }
 
 

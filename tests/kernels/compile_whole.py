@@ -3,10 +3,11 @@
 import torch
 
 import draftproof as dp
-from draftproof.kernels import Workspace, verify_rows
-from kernels.twins import make, parameters
+from draftproof.kernels import verify_rows
+from draftproof.kernels.workspace import Workspace
+from kernels.side_by_side import make, parameters
 
-given = make([dp.Sampling(temperature=0.8)] * 2, V=600, ragged=False)
+given = make([dp.SamplingParams(temperature=0.8)] * 2, V=600, ragged=False)
 rows, workspace = parameters(given), Workspace.empty(2, 3, 600, "cpu", filtered=False)
 
 

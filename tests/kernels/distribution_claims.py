@@ -1,4 +1,4 @@
-"""The law of what the kernels emit, measured on a GPU by millions of samples. No pytest: any machine can run it."""
+"""The distribution of what the kernels emit, measured on a GPU by millions of samples. No pytest: any machine can run it."""
 
 import math
 from collections.abc import Iterator
@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 import draftproof as dp
-from draftproof.kernels import Parameters, Workspace, verify_rows
+from draftproof.kernels import verify_rows
+from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.workspace import Workspace
 
-S = dp.Sampling
+S = dp.SamplingParams
 RULES = ("token", "block", "coupled")
 WARM = S(temperature=0.8)
-V_LAW, K_LAW, HORIZON = 8, 2, 3
+V_DIST, K_DIST, HORIZON = 8, 2, 3
 ALPHA = 1e-6
 
 
-def law_cases() -> Iterator[tuple[str, str, dp.Sampling, bool]]:
+def distribution_cases() -> Iterator[tuple[str, str, dp.SamplingParams, bool]]:
     small = {
         "temperature": S(temperature=0.8),
         "greedy": S(temperature=0.0),
@@ -31,23 +33,23 @@ def law_cases() -> Iterator[tuple[str, str, dp.Sampling, bool]]:
         yield rule, "chosen draft", small["temperature"], False
 
 
-def law(
-    rule: str, sampling: dp.Sampling, drawn: bool, samples: int = 4_000_000, drawn_with: dp.Sampling = WARM
+def dist(
+    rule: str, sampling: dp.SamplingParams, drawn: bool, samples: int = 4_000_000, drawn_with: dp.SamplingParams = WARM
 ) -> dict[str, float]:
-    """G-test of the joint law of three tokens: what a round emits, then plain draws from the target.
+    """G-test of the joint distribution of three tokens: what a round emits, then plain draws from the target.
 
     512 cells at most: at ALPHA a total variation of a few thousandths is seen. `drawn_with` is how the draft's tokens
     are drawn; it is declared to be WARM.
     """
     generator = torch.Generator("cuda").manual_seed(crc32(f"{rule} {sampling} {drawn}".encode()))
-    target = 1.5 * torch.randn(1, K_LAW + 1, V_LAW, generator=generator, device="cuda")
-    draft = target[:, :K_LAW] + 0.8 * torch.randn(1, K_LAW, V_LAW, generator=generator, device="cuda")
+    target = 1.5 * torch.randn(1, K_DIST + 1, V_DIST, generator=generator, device="cuda")
+    draft = target[:, :K_DIST] + 0.8 * torch.randn(1, K_DIST, V_DIST, generator=generator, device="cuda")
     p = dp.warp(target, [sampling]).probs()[0].double()
     q = dp.warp(draft, [drawn_with]).probs()[0]
-    counts = torch.zeros(V_LAW**HORIZON, dtype=torch.long, device="cuda")
+    counts = torch.zeros(V_DIST**HORIZON, dtype=torch.long, device="cuda")
     B, done = 50_000, 0
-    workspace = Workspace.empty(B, K_LAW, V_LAW, "cuda")
-    full = torch.full((B,), K_LAW, device="cuda")
+    workspace = Workspace.empty(B, K_DIST, V_DIST, "cuda")
+    full = torch.full((B,), K_DIST, device="cuda")
     rows = Parameters.of([sampling] * B, [WARM] * B, seeds=full, positions=full, lengths=full)
     while done < samples:
         rows["seeds"].copy_(torch.arange(done, done + B, device="cuda"))
@@ -56,7 +58,7 @@ def law(
             parameters=rows, rule=rule, workspace=workspace,
         )  # fmt: skip
         text = torch.where(got.tokens >= 0, got.tokens, drawn_from(p.float(), B, generator))
-        counts += torch.bincount(text[:, 0] * V_LAW**2 + text[:, 1] * V_LAW + text[:, 2], minlength=len(counts))
+        counts += torch.bincount(text[:, 0] * V_DIST**2 + text[:, 1] * V_DIST + text[:, 2], minlength=len(counts))
         done += B
     expected = (p[0][:, None, None] * p[1][None, :, None] * p[2][None, None, :]).flatten()
     return g_test(counts.double().cpu(), expected.cpu() * done)

@@ -1,6 +1,6 @@
 """`steps.run` on a kernel that only says what is done with it: twice alike, then with other registers."""
 
-from draftproof.kernels.steps import Step, run
+from draftproof.kernels.compile import Step, run
 
 
 class Kernel:

@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 import draftproof as dp
-from draftproof.core.law import Vocab
+from draftproof.core.distribution import DraftVocab
 from draftproof.core.types import Draft, History, Verdict
-from draftproof.kernels import Edits, Parameters, Rows, pack, verify_rows
-from draftproof.verify import RULES
+from draftproof.kernels import Rows, verify_rows
+from draftproof.kernels.call import pack
+from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.penalties import Edits
+from draftproof.rules import RULES
 
-PLAIN = dp.Sampling()
+PLAIN = dp.SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,13 @@ class Input:
     draft: Tensor | None
     tokens: Tensor
     lengths: Tensor
-    samplings: list[dp.Sampling]
-    drafts: list[dp.Sampling]
+    samplings: list[dp.SamplingParams]
+    drafts: list[dp.SamplingParams]
     seeds: Tensor
     positions: Tensor
     history: list[History] | None = None
     allowed: Tensor | None = None
-    vocab: Vocab | None = None
+    vocab: DraftVocab | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     def chosen(self) -> "Input":
@@ -36,7 +39,7 @@ class Input:
 
 
 def make(
-    samplings: list[dp.Sampling],
+    samplings: list[dp.SamplingParams],
     *,
     K: int = 3,
     V: int = 1100,
@@ -44,27 +47,27 @@ def make(
     device: str = "cpu",
     seed: int = 0,
     spread: float = 2.5,
-    drafts: list[dp.Sampling] | None = None,
+    drafts: list[dp.SamplingParams] | None = None,
     ragged: bool = True,
     entries: int | None = None,
 ) -> Input:
-    """Random rows whose drafter is near the target; draft tokens are drawn from the drafter's own law."""
+    """Random rows whose drafter is near the target; draft tokens are drawn from the drafter's own distribution."""
     B, drafts = len(samplings), samplings if drafts is None else drafts
     generator = torch.Generator().manual_seed(seed)
     target = (spread * torch.randn(B, K + 1, V, generator=generator)).to(dtype)
     draft = (target[:, :K].float() + 0.7 * torch.randn(B, K, V, generator=generator)).to(dtype)
     vocab = None
     if entries is not None:
-        vocab = Vocab.of(torch.randperm(V, generator=generator)[:entries], V)
+        vocab = DraftVocab.of(torch.randperm(V, generator=generator)[:entries], V)
         draft = draft[..., vocab.ids].contiguous()
     unpenalised = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    law = dp.warp(draft, [replace(s, **unpenalised) for s in drafts], vocab=vocab)
-    tokens = law.probs().flatten(0, 1).multinomial(1, generator=generator).view(B, K)
+    dist = dp.warp(draft, [replace(s, **unpenalised) for s in drafts], vocab=vocab)
+    tokens = dist.probs().flatten(0, 1).multinomial(1, generator=generator).view(B, K)
     lengths = torch.randint(0, K + 1, (B,), generator=generator) if ragged else torch.full((B,), K)
     seeds = torch.randint(-(2**62), 2**62, (B,), generator=generator)
     positions = torch.randint(0, 2**20, (B,), generator=generator)
     if vocab is not None:
-        vocab = Vocab(vocab.ids.to(device), vocab.entry.to(device))
+        vocab = DraftVocab(vocab.ids.to(device), vocab.entry.to(device))
     return Input(
         target.to(device), draft.to(device), tokens.to(device), lengths.to(device), samplings, drafts,
         seeds.to(device), positions.to(device), vocab=vocab,

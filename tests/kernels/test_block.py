@@ -4,18 +4,18 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof.core.noise import Noise
+from draftproof.core.rng import Philox
 from draftproof.core.types import Draft
-from draftproof.kernels import Workspace
 from draftproof.kernels.call import Call
+from draftproof.kernels.compile import run_all
 from draftproof.kernels.launch import plan
-from draftproof.kernels.steps import run_all
-from draftproof.verify.block import log_weights
-from kernels.twins import Input, assert_equal, make, parameters, reference
+from draftproof.kernels.workspace import Workspace
+from draftproof.rules.block import log_weights
+from kernels.side_by_side import Input, assert_equal, make, parameters, reference
 
 B, K, TILE = 8, 4, 4096
 V = 3 * TILE
-WARM = dp.Sampling(temperature=0.8)
+WARM = dp.SamplingParams(temperature=0.8)
 
 
 def test_sums_are_taken_where_the_round_may_stop_and_hardly_elsewhere(device):
@@ -41,7 +41,9 @@ def test_sums_are_taken_where_the_round_may_stop_and_hardly_elsewhere(device):
     assert left.sum() < 0.75 * possible[inside].sum()
 
 
-@pytest.mark.parametrize("sampling", [dp.Sampling(temperature=0.8, top_k=4), dp.Sampling(temperature=0.8, min_p=0.3)])
+@pytest.mark.parametrize(
+    "sampling", [dp.SamplingParams(temperature=0.8, top_k=4), dp.SamplingParams(temperature=0.8, min_p=0.3)]
+)
 def test_behind_filters_all_slices_are_read_that_p_gives_anything_to(sampling, device):
     """Few tokens are left of a row, each row's in slices of its own."""
     assert_equal(make([sampling] * 6, K=2, V=TILE, spread=1.5, device=device, ragged=False), "block")
@@ -61,7 +63,7 @@ def candidates(given: Input) -> torch.Tensor:
     is below w."""
     p, q = dp.warp(given.target, given.samplings), dp.warp(given.draft, given.drafts)
     weights = log_weights(p, Draft(given.tokens, given.lengths, q))
-    coins = torch.nn.functional.pad(Noise(given.seeds, given.positions).coins(K).log(), (1, 0))
+    coins = torch.nn.functional.pad(Philox(given.seeds, given.positions).coins(K).log(), (1, 0))
     node = torch.arange(K + 1, device=weights.device)
     sure = torch.where((weights == 0) & (node < K), node, 0).amax(1, keepdim=True)
     return (node == sure) | ((node > sure) & (node < K) & (coins < weights + 1e-5))

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import draftproof as dp
-from draftproof.kernels import Parameters, Workspace, serves, verify_rows
-from kernels.twins import kernel, make, parameters
+from draftproof.kernels import serves, verify_rows
+from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.workspace import Workspace
+from kernels.side_by_side import kernel, make, parameters
 
-S = dp.Sampling
+S = dp.SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,7 @@ def given():
 
 
 def test_an_unknown_rule_is_refused(given):
-    with pytest.raises(dp.Inexact, match="token, block, coupled; got 'tree'"):
+    with pytest.raises(dp.InexactError, match="token, block, coupled; got 'tree'"):
         kernel(given, "tree")
 
 

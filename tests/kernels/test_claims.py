@@ -7,7 +7,7 @@ import torch
 
 import draftproof as dp
 from kernels import claims
-from kernels.twins import make, reference
+from kernels.side_by_side import make, reference
 
 V = 2048
 
@@ -28,12 +28,14 @@ def test_only_verdicts_on_a_border_are_explained(rule):
 def test_the_border_of_a_nucleus_may_be_rounded_as_float32_sums_are(apart, expected):
     """The nucleus of a flat row ends where its mass is `apart` from top-p: whether one token more is in it, which moves
     what is drawn, rounding decides in the one case and not in the other."""
-    given = make([dp.Sampling()] * 400, K=1, V=V, seed=2, spread=0.5)
+    given = make([dp.SamplingParams()] * 400, K=1, V=V, seed=2, spread=0.5)
     target, nothing = given.target[:1].expand(400, -1, -1), torch.zeros_like(given.lengths)
-    law = dp.warp(target[:1].double(), [dp.Sampling()])
-    border = law.probs()[0, 0].sort(descending=True).values.cumsum(0)[V // 2].item()
+    dist = dp.warp(target[:1].double(), [dp.SamplingParams()])
+    border = dist.probs()[0, 0].sort(descending=True).values.cumsum(0)[V // 2].item()
     given = replace(given, target=target, lengths=nothing)
-    below, above = (replace(given, samplings=[dp.Sampling(top_p=top_p)] * 400) for top_p in (border, border + apart))
+    below, above = (
+        replace(given, samplings=[dp.SamplingParams(top_p=top_p)] * 400) for top_p in (border, border + apart)
+    )
     got, want = (reference(replace(x, target=x.target.double()), "token").tokens for x in (below, above))
     rows = (got != want).any(1).nonzero()[:, 0]
     assert len(rows) > 3

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from draftproof.kernels.steps import kind_of
+from draftproof.kernels.compile import kind_of
 
 HERE = Path(__file__).parent
 FLAGS = (True, torch.float32, 4)

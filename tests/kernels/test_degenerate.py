@@ -1,4 +1,4 @@
-"""Laws at the edge: ties, holes, one possible token, nothing left, nothing possible."""
+"""Distributions at the edge: ties, holes, one possible token, nothing left, nothing possible."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import draftproof as dp
-from kernels.twins import assert_equal, kernel, make
+from kernels.side_by_side import assert_equal, kernel, make
 
-S = dp.Sampling
+S = dp.SamplingParams
 RULES = ("token", "block", "coupled")
 
 
@@ -74,12 +74,12 @@ def test_a_residual_no_trial_finds_is_summed_in_full(device):
 
 
 def _coin(seed: int) -> float:
-    return float(dp.Noise(torch.tensor([seed]), torch.tensor([0])).coins(1))
+    return float(dp.Philox(torch.tensor([seed]), torch.tensor([0])).coins(1))
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_law_is_a_fault_and_closes_with_pad(rule, value, device):
+def test_what_is_no_distribution_is_a_fault_and_closes_with_pad(rule, value, device):
     given = make([S(), S(temperature=0.0), S(top_k=4)], V=300, K=1, device=device, ragged=False).chosen()
     target = given.target.clone()
     target[:, 0, 17] = value
@@ -90,7 +90,7 @@ def test_what_is_no_law_is_a_fault_and_closes_with_pad(rule, value, device):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_so_it_is_where_all_are_greedy(rule, device):
-    """Nor is a row without a law kept for a draft token that looks like none."""
+    """Nor is a row without a distribution kept for a draft token that looks like none."""
     given = make([S(temperature=0.0)] * 3, V=300, K=1, device=device, ragged=False).chosen()
     target = given.target.clone()
     target[0, 0, 17], target[1, 0, 17], target[2, 0] = torch.nan, torch.inf, -torch.inf

@@ -1,4 +1,4 @@
-"""A drafter's draws in kernels: same noise, same token, and the law it was drawn from, as the reference has them."""
+"""A drafter's draws in kernels: same noise, same token, and the distribution it was drawn from, as the reference has them."""
 
 import subprocess
 import sys
@@ -9,12 +9,12 @@ import torch
 
 import draftproof as dp
 from draftproof import kernels
-from draftproof.core.law import Vocab
-from draftproof.core.noise import Noise
+from draftproof.core.distribution import DraftVocab
+from draftproof.core.rng import Philox
 from draftproof.core.types import History
-from draftproof.drafters.draws import Draws
+from draftproof.drafters.sample import Draws
 
-S = dp.Sampling
+S = dp.SamplingParams
 NO_HISTORY = History([], [])
 BATCHES = {
     "temperature": [S(temperature=0.7), S(), S(temperature=1.6)],
@@ -28,13 +28,13 @@ def logits(device):
     return (3 * torch.randn(3, 700, generator=torch.Generator().manual_seed(1))).to(device)
 
 
-def noise(device, shared):
+def rng(device, shared):
     seeds = torch.tensor([-(2**61), 3, 2**40], device=device)
-    return Noise(seeds, torch.tensor([5, 900, 17], device=device), shared)
+    return Philox(seeds, torch.tensor([5, 900, 17], device=device), shared)
 
 
 def both(monkeypatch, batch, logits, shared, j, vocab=None):
-    draws = Draws(batch, noise(logits.device, shared), vocab)
+    draws = Draws(batch, rng(logits.device, shared), vocab)
     monkeypatch.setattr(kernels, "runs_on", lambda device: False)
     want = draws(logits, [NO_HISTORY] * 3, j)
     monkeypatch.setattr(kernels, "runs_on", lambda device: True)
@@ -43,55 +43,57 @@ def both(monkeypatch, batch, logits, shared, j, vocab=None):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", BATCHES)
-def test_token_and_law_are_the_reference_s(monkeypatch, name, shared, logits):
+def test_token_and_distribution_are_the_reference_s(monkeypatch, name, shared, logits):
     for j in (0, 1) if name == "filters" else (0, 1, 2, 16):
-        (law, tokens), (its_law, its_tokens) = both(monkeypatch, BATCHES[name], logits, shared, j)
+        (dist, tokens), (its_distribution, its_tokens) = both(monkeypatch, BATCHES[name], logits, shared, j)
         assert tokens.tolist() == its_tokens.tolist()
-        assert law.point.tolist() == its_law.point.tolist()
-        assert law.plain == its_law.plain
-        assert torch.equal(law.cutoff, its_law.cutoff)
-        assert torch.allclose(law.lse, its_law.lse, atol=1e-6)
-        assert torch.allclose(law.probs(), its_law.probs(), atol=1e-6)
+        assert dist.point.tolist() == its_distribution.point.tolist()
+        assert dist.plain == its_distribution.plain
+        assert torch.equal(dist.cutoff, its_distribution.cutoff)
+        assert torch.allclose(dist.lse, its_distribution.lse, atol=1e-6)
+        assert torch.allclose(dist.probs(), its_distribution.probs(), atol=1e-6)
 
 
 def test_half_precision_and_a_part_of_a_row(monkeypatch, logits):
     """A drafter with more tokens than the target: the rest of its row is not looked at."""
     part = logits.to(torch.bfloat16)[:, :600]
-    (law, tokens), (its_law, its_tokens) = both(monkeypatch, BATCHES["temperature"], part, False, 1)
+    (dist, tokens), (its_distribution, its_tokens) = both(monkeypatch, BATCHES["temperature"], part, False, 1)
     assert tokens.tolist() == its_tokens.tolist()
-    assert law.logits.dtype == torch.float32
-    assert torch.allclose(law.lse, its_law.lse, atol=1e-6)
+    assert dist.logits.dtype == torch.float32
+    assert torch.allclose(dist.lse, its_distribution.lse, atol=1e-6)
 
 
 def test_a_drafter_with_fewer_tokens_than_the_target(monkeypatch, logits, device):
-    vocab = Vocab.of(torch.arange(700, device=device), 900)
+    vocab = DraftVocab.of(torch.arange(700, device=device), 900)
     for shared in (False, True):
-        (law, tokens), (its_law, its_tokens) = both(monkeypatch, BATCHES["one greedy"], logits, shared, 0, vocab)
+        (dist, tokens), (its_distribution, its_tokens) = both(
+            monkeypatch, BATCHES["one greedy"], logits, shared, 0, vocab
+        )
         assert tokens.tolist() == its_tokens.tolist()
-        assert law.point.tolist() == its_law.point.tolist()
-        assert law.vocab is vocab
+        assert dist.point.tolist() == its_distribution.point.tolist()
+        assert dist.vocab is vocab
 
 
-def test_a_row_that_is_no_law_says_so(monkeypatch, logits):
+def test_a_row_that_is_no_distribution_says_so(monkeypatch, logits):
     logits[1, 9] = torch.nan
-    (law, tokens), _ = both(monkeypatch, BATCHES["temperature"], logits.clone(), False, 0)
-    assert law.lse.isnan().tolist() == [False, True, False]
+    (dist, tokens), _ = both(monkeypatch, BATCHES["temperature"], logits.clone(), False, 0)
+    assert dist.lse.isnan().tolist() == [False, True, False]
     assert 0 <= int(tokens.min()) <= int(tokens.max()) < 700
 
 
 def test_what_was_drawn_stays_when_the_next_is(monkeypatch, logits):
     """The kernels' memory is used again for every token; nothing of an earlier one may lie in it."""
     monkeypatch.setattr(kernels, "runs_on", lambda device: True)
-    draws = Draws(BATCHES["filters"], noise(logits.device, False))
-    law, tokens = draws(logits, [NO_HISTORY] * 3, 0)
-    before = [part.clone() for part in (tokens, law.lse, law.cutoff, law.point)]
+    draws = Draws(BATCHES["filters"], rng(logits.device, False))
+    dist, tokens = draws(logits, [NO_HISTORY] * 3, 0)
+    before = [part.clone() for part in (tokens, dist.lse, dist.cutoff, dist.point)]
     draws(logits + torch.arange(700, device=logits.device) / 50, [NO_HISTORY] * 3, 1)
-    assert all(torch.equal(a, b) for a, b in zip(before, (tokens, law.lse, law.cutoff, law.point), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, (tokens, dist.lse, dist.cutoff, dist.point), strict=True))
 
 
 def test_greedy_batches_are_left_to_the_reference(monkeypatch, logits):
     monkeypatch.setattr(kernels, "runs_on", lambda device: True)
-    draws = Draws([S(temperature=0)] * 3, noise(logits.device, False))
+    draws = Draws([S(temperature=0)] * 3, rng(logits.device, False))
     draws(logits, [NO_HISTORY] * 3, 0)
     assert draws._device is None
 
@@ -99,14 +101,14 @@ def test_greedy_batches_are_left_to_the_reference(monkeypatch, logits):
 def test_penalties_are_put_in_before_the_draw(monkeypatch, logits):
     batch = [S(presence_penalty=5.0, temperature=0.5), S(), S(repetition_penalty=1.5, top_k=9)]
     seen = [History([3], logits[b].topk(4).indices.tolist()) for b in range(3)]
-    draws, said = Draws(batch, noise(logits.device, False)), []
+    draws, said = Draws(batch, rng(logits.device, False)), []
     for runs in (True, False):
         monkeypatch.setattr(kernels, "runs_on", lambda device, runs=runs: runs)
         said.append(draws(logits, seen, 0))
-    (law, tokens), (its_law, its_tokens) = said
+    (dist, tokens), (its_distribution, its_tokens) = said
     assert draws._device is not None
     assert tokens.tolist() == its_tokens.tolist()
-    assert torch.allclose(law.probs(), its_law.probs(), atol=1e-6)
+    assert torch.allclose(dist.probs(), its_distribution.probs(), atol=1e-6)
 
 
 def test_a_draw_compiles_without_a_gpu(tmp_path):

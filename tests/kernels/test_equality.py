@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import draftproof as dp
-from kernels.twins import assert_equal, kernel, make, reference
+from kernels.side_by_side import assert_equal, kernel, make, reference
 
-S = dp.Sampling
+S = dp.SamplingParams
 RULES = ("token", "block", "coupled")
 BATCHES = {
     "temperature": [S(temperature=0.7), S(), S(temperature=1.6)],

@@ -1,4 +1,4 @@
-"""The kernels on a GPU, at full size: equality with the reference, the law of what they emit, graphs, determinism."""
+"""The kernels on a GPU, at full size: equality with the reference, the distribution of what they emit, graphs, determinism."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import draftproof as dp
-from kernels import claims, law_claims
+from kernels import claims, distribution_claims
 
 pytestmark = pytest.mark.gpu
 CHECK = Path(__file__).parents[2] / "benchmarks" / "check_gpu.py"
@@ -32,19 +32,19 @@ def test_a_million_rows_give_the_reference_verdict():
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize(("rule", "name", "sampling", "drawn"), list(law_claims.law_cases()))
-def test_the_emitted_law_is_the_target_law(rule, name, sampling, drawn):
+@pytest.mark.parametrize(("rule", "name", "sampling", "drawn"), list(distribution_claims.distribution_cases()))
+def test_the_emitted_distribution_is_the_target_distribution(rule, name, sampling, drawn):
     """Fails by chance once in a million runs."""
-    assert law_claims.law(rule, sampling, drawn)["p"] > law_claims.ALPHA
+    assert distribution_claims.dist(rule, sampling, drawn)["p"] > distribution_claims.ALPHA
 
 
 @pytest.mark.statistical
-def test_the_law_test_can_fail():
-    """Drafts drawn from another law than the one declared: a total variation of a few hundredths."""
-    wrong = law_claims.law(
-        "token", dp.Sampling(temperature=0.8), True, 400_000, drawn_with=dp.Sampling(temperature=1.1)
+def test_the_distribution_test_can_fail():
+    """Drafts drawn from another distribution than the one declared: a total variation of a few hundredths."""
+    wrong = distribution_claims.dist(
+        "token", dp.SamplingParams(temperature=0.8), True, 400_000, drawn_with=dp.SamplingParams(temperature=1.1)
     )
-    assert wrong["p"] < law_claims.ALPHA
+    assert wrong["p"] < distribution_claims.ALPHA
 
 
 def test_a_graph_follows_its_inputs():

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from draftproof.kernels.sums import add_to, grain_of, in_grains, no_sums
+from draftproof.kernels.device.math import add_to, grain_of, in_grains, no_sums
 
 N = 64
 STEPS = 32

@@ -5,13 +5,13 @@ from typing import no_type_check
 import pytest
 import torch
 
-from draftproof.core.noise import Noise, Site
+from draftproof.core.rng import Philox, Purpose
 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from draftproof.kernels.noise import ACCEPT, POSITION, exponential, pair
+from draftproof.kernels.device.philox import ACCEPT, POSITION, exponential, pair
 
 
 @triton.jit
@@ -32,9 +32,9 @@ def test_numbers_are_the_reference_numbers(device):
     starts = torch.tensor([0, 1, 2**20, 77, 2**31])
     out = torch.empty(5, 3, 64, dtype=torch.float64, device=device)
     _numbers[(5,)](seeds.to(device), starts.to(device), out, N=64)
-    noise, lanes = Noise(seeds, starts), torch.arange(64)
-    first, second = noise.pair(Site.ACCEPT, lanes)
+    rng, lanes = Philox(seeds, starts), torch.arange(64)
+    first, second = rng.pair(Purpose.ACCEPT, lanes)
     assert torch.equal(out[:, 0].cpu(), first)
     assert torch.equal(out[:, 1].cpu(), second)
-    exact = noise.exponential(Site.POSITION, lanes, 1)
+    exact = rng.exponential(Purpose.POSITION, lanes, 1)
     assert torch.allclose(out[:, 2].cpu(), exact, rtol=1e-14, atol=0)

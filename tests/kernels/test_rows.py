@@ -7,10 +7,12 @@ import torch
 
 import draftproof as dp
 from draftproof.core.types import History
-from draftproof.kernels import Workspace, pack, verify_rows
-from kernels.twins import assert_equal, kernel, make, parameters, reference
+from draftproof.kernels import verify_rows
+from draftproof.kernels.call import pack
+from draftproof.kernels.workspace import Workspace
+from kernels.side_by_side import assert_equal, kernel, make, parameters, reference
 
-S = dp.Sampling
+S = dp.SamplingParams
 RULES = ("token", "block", "coupled")
 
 
@@ -82,8 +84,8 @@ def test_a_drafter_may_hand_over_its_log_sum_exp(rule, device):
 
 def test_a_drafter_with_filters_hands_over_its_cutoff_too(device):
     given = make([S(temperature=0.8)] * 2, drafts=[S(temperature=0.7, top_k=9)] * 2, K=1, V=600, device=device)
-    law = dp.warp(given.draft, given.drafts)
-    assert_equal(replace(given, extra={"draft_lse": law.lse, "draft_cutoff": law.cutoff.double()}), "token")
+    dist = dp.warp(given.draft, given.drafts)
+    assert_equal(replace(given, extra={"draft_lse": dist.lse, "draft_cutoff": dist.cutoff.double()}), "token")
 
 
 def test_any_strides_and_ragged_rows_give_the_same(device):

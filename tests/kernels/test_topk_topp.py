@@ -4,11 +4,13 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof.kernels import Parameters, Workspace, launch, verify_rows
-from draftproof.kernels.cutoff import LINES
-from draftproof.kernels.workspace import FEW, MEASURED, NUMBERS, PARTS, PER_CHUNK, PIVOTS, ROUNDS, chunks
+from draftproof.kernels import verify_rows
+from draftproof.kernels.device.cutoff import LINES
+from draftproof.kernels.op import launch_op
+from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.workspace import FEW, MEASURED, NUMBERS, PARTS, PER_CHUNK, PIVOTS, ROUNDS, Workspace, chunks
 
-S = dp.Sampling
+S = dp.SamplingParams
 V = 9000
 
 
@@ -64,11 +66,11 @@ def test_numbers_of_a_deep_nucleus_do_not_depend_on_how_many_programs_there_are(
     logits = torch.randn(2, 1, V, generator=torch.Generator().manual_seed(5)).to(device)
     sampling = S(temperature=0.8, top_p=0.9)
     each_by_itself = settled(logits, sampling)
-    monkeypatch.setattr(launch, "PROCESSORS", 2)
+    monkeypatch.setattr(launch_op, "PROCESSORS", 2)
     assert torch.equal(settled(logits, sampling).numbers, each_by_itself.numbers)
 
 
-def settled(logits: torch.Tensor, sampling: dp.Sampling) -> Workspace:
+def settled(logits: torch.Tensor, sampling: dp.SamplingParams) -> Workspace:
     """Memory after a call on some rows, whose cutoffs and masses are found to be the reference's."""
     device, (B, _, V) = logits.device, logits.shape
     workspace = Workspace.empty(B, 0, V, device)
@@ -77,7 +79,7 @@ def settled(logits: torch.Tensor, sampling: dp.Sampling) -> Workspace:
     none = torch.empty(B, 0, dtype=torch.long, device=device)
     verify_rows(logits, none, parameters=parameters, rule="token", workspace=workspace)
     cutoff, base, mass, *_ = workspace.numbers.view(B, NUMBERS).unbind(-1)
-    law = dp.warp(logits, [sampling] * B)
-    assert torch.equal(cutoff.float(), law.cutoff[:, 0].float())
-    assert torch.allclose(base + mass.log(), law.lse[:, 0].double(), rtol=0, atol=1e-6)
+    dist = dp.warp(logits, [sampling] * B)
+    assert torch.equal(cutoff.float(), dist.cutoff[:, 0].float())
+    assert torch.allclose(base + mass.log(), dist.lse[:, 0].double(), rtol=0, atol=1e-6)
     return workspace

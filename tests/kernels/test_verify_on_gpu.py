@@ -8,12 +8,13 @@ import torch
 
 import draftproof as dp
 from draftproof import kernels
-from draftproof.core.law import Vocab
+from draftproof.core.distribution import DraftVocab
 from draftproof.core.types import Draft, History
-from draftproof.verify import RULES, fused
-from kernels.twins import Input, make, reference
+from draftproof.rules import RULES
+from draftproof.rules import api as fused
+from kernels.side_by_side import Input, make, reference
 
-S = dp.Sampling
+S = dp.SamplingParams
 CHAINS = ("token", "block", "coupled")
 
 
@@ -94,19 +95,19 @@ def test_a_fault_is_named_by_the_reference(case, calls, device):
 
 
 def settled(given: Input, drawn: torch.Tensor | None = None) -> Draft:
-    law = dp.warp(given.draft, given.drafts, vocab=given.vocab)
-    return Draft(given.tokens, given.lengths, law, drawn)
+    dist = dp.warp(given.draft, given.drafts, vocab=given.vocab)
+    return Draft(given.tokens, given.lengths, dist, drawn)
 
 
 def judged(given: Input, draft: Draft, rule: str):
-    noise = dp.Noise(given.seeds, given.positions)
-    rows = fused.verify_draft(given.target, given.samplings, draft, noise, rule, allowed=given.allowed)
+    rng = dp.Philox(given.seeds, given.positions)
+    rows = fused.verify_draft(given.target, given.samplings, draft, rng, rule, allowed=given.allowed)
     p = dp.warp(given.target, given.samplings, None, draft, given.allowed)
-    return rows, RULES[rule](p, draft, noise)
+    return rows, RULES[rule](p, draft, rng)
 
 
 @pytest.mark.parametrize("rule", CHAINS)
-def test_a_draft_is_judged_by_the_laws_it_was_drawn_from(rule, calls, device):
+def test_a_draft_is_judged_by_the_distributions_it_was_drawn_from(rule, calls, device):
     """Every row drawn in a way of its own: warm, filtered, greedy."""
     drafts = [S(temperature=0.7), S(temperature=1.2, top_k=9), S(temperature=0.0)]
     given = make([S(temperature=0.8)] * 3, drafts=drafts, V=300, K=2, device=device, seed=4, ragged=False)
@@ -126,29 +127,29 @@ def test_rows_that_were_chosen_stand_beside_rows_that_were_drawn(calls, device):
     given = make([S(temperature=0.8)] * 3, V=100, K=2, device=device, ragged=False)
     drawn = torch.tensor([[True, True], [False, False], [True, False]], device=device)
     rows, want = judged(given, settled(given, drawn), "token")
-    assert rows.faults.tolist() == [0, 0, fused.ODD_LAWS]  # a mixture inside a row is for the reference
+    assert rows.faults.tolist() == [0, 0, fused.MIXED_DRAFT]  # a mixture inside a row is for the reference
     assert rows.tokens[:2].tolist() == want.tokens[:2].tolist()
 
 
-def test_laws_that_differ_inside_a_row_are_for_the_reference(calls, device):
+def test_distributions_that_differ_inside_a_row_are_for_the_reference(calls, device):
     given = make([S()] * 3, V=100, K=2, device=device, ragged=False)
-    law = settled(given).law
-    scale = law.scale.clone()
+    dist = settled(given).dist
+    scale = dist.scale.clone()
     scale[1, 1] = 2.0
-    point = law.point.clone()
+    point = dist.point.clone()
     point[2] = (given.tokens[2] + 1) % 100
-    draft = Draft(given.tokens, given.lengths, replace(law, scale=scale, point=point, plain=False))
-    assert judged(given, draft, "token")[0].faults.tolist()[1:] == [fused.ODD_LAWS] * 2
+    draft = Draft(given.tokens, given.lengths, replace(dist, scale=scale, point=point, plain=False))
+    assert judged(given, draft, "token")[0].faults.tolist()[1:] == [fused.MIXED_DRAFT] * 2
 
 
 def test_a_draft_of_shared_noise_is_refused(calls, device):
     given = make([S()], V=40, K=1, device=device)
-    with pytest.raises(dp.Inexact, match="drawn with the target's own noise"):
-        judged(given, replace(settled(given), shared_noise=True), "block")
+    with pytest.raises(dp.InexactError, match="drawn with the target's own noise"):
+        judged(given, replace(settled(given), shared_rng=True), "block")
 
 
 def test_the_map_of_a_vocabulary_is_the_checked_one(device):
-    from draftproof.verify.entrance import _unchecked
+    from draftproof.rules.api import _unchecked
 
     ids = torch.tensor([4, 0, 7], device=device)
-    assert _unchecked(ids, 9).entry.tolist() == Vocab.of(ids, 9).entry.tolist()
+    assert _unchecked(ids, 9).entry.tolist() == DraftVocab.of(ids, 9).entry.tolist()

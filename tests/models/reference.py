@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from draftproof.models import Cache, Forward, Model
+from draftproof.models.interface import Cache, Forward, Model
 
 V = 61
 TOLERANCE = 1e-4

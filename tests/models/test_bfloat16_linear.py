@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from draftproof.models import fitted
-from draftproof.models.fitted import FittedHead
-from draftproof.models.halved import HalvedLinear, halvable, halve
-from engine.heads import IDS, on_target, trained
+from draftproof.models.cpu_linear import HalvedLinear, halvable, halve
+from draftproof.models.head.attach import FittedHead
+from draftproof.models.head.network import attach as fitted
 from engine.tiny import llama
+from engine.tiny_heads import IDS, on_target, trained
 
 supported = pytest.mark.skipif(not halvable(nn.Linear(2, 2)), reason="this CPU does not multiply bfloat16")
 

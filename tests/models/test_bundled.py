@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from draftproof.models import bundled, gguf, progress, wheel
+from draftproof.models import bundled
+from draftproof.models.bundled import download as progress
+from draftproof.models.bundled import download as wheel
+from draftproof.models.bundled import gguf
 
 WEIGHTS_SHA256 = "3c5fdee91060c09a103a3ace048e09657659253dda455eaa5b13bcd2d5525f3b"
 
@@ -300,7 +303,7 @@ def test_digits_stand_alone_as_in_training(smollm2):
 
 
 def test_importing_does_not_import_transformers():
-    code = "import sys; import draftproof.models.bundled, draftproof.models.text; print('transformers' in sys.modules)"
+    code = "import sys; import draftproof.models.bundled, draftproof.models.tokenizer; print('transformers' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert result.stdout.strip() == "False"

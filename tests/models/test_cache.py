@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftproof.core.lineage import lineage
+from draftproof.core.tree import lineage
 from draftproof.models.cache import BUCKET, SlotCache
 from draftproof.models.masks import chain, tree
 from draftproof.models.toy import Toy

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from draftproof.models.cpu_linear import PackedLinear, pack, packable
 from draftproof.models.hf import HFModel
-from draftproof.models.packed import PackedLinear, pack, packable
 from models.families import family
 from models.reference import TOLERANCE, Rows
 from models.test_hf import TEXTS, alone

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from draftproof.models import graphs
-from draftproof.models.graphs import TIMES, Recorder, Recordings
+from draftproof.models import cuda_graphs as graphs
+from draftproof.models.cuda_graphs import TIMES, GraphCache, Recordings
 
 
 class Tape(torch.cuda.CUDAGraph):
@@ -57,7 +57,7 @@ def assert_same(made, wanted):
 
 
 def test_a_shape_is_recorded_when_it_has_come_often_enough(recorded):
-    recorder, kept = Recorder(), Recordings()
+    recorder, kept = GraphCache(), Recordings()
     passes(recorder, kept, 3, 256, TIMES)
     assert not recorded
     passes(recorder, kept, 3, 256, 5)
@@ -68,14 +68,14 @@ def test_a_shape_is_recorded_when_it_has_come_often_enough(recorded):
 
 def test_what_looks_further_serves_for_what_looks_less_far(recorded):
     """At a border of buckets the reach goes to and fro with every rejection."""
-    recorder, kept = Recorder(), Recordings()
+    recorder, kept = GraphCache(), Recordings()
     passes(recorder, kept, 3, 512, TIMES + 1)
     passes(recorder, kept, 3, 256, TIMES + 2)
     assert recorded == [3]
 
 
 def test_what_else_a_pass_depends_on_has_a_recording_of_its_own(recorded):
-    recorder, kept = Recorder(), Recordings()
+    recorder, kept = GraphCache(), Recordings()
     for asked in ((), (1, 2)):
         passes(recorder, kept, 3, 256, TIMES + 2, asked)
     for n in range(TIMES + 2):  # and so have trees, by their parents' shape
@@ -86,7 +86,7 @@ def test_what_else_a_pass_depends_on_has_a_recording_of_its_own(recorded):
 
 
 def test_what_was_recorded_is_forgotten_with_its_buffers(recorded):
-    recorder, kept = Recorder(), Recordings()
+    recorder, kept = GraphCache(), Recordings()
     passes(recorder, kept, 3, 256, TIMES + 1)
     kept.pool = object()
     kept.forget()
@@ -96,7 +96,7 @@ def test_what_was_recorded_is_forgotten_with_its_buffers(recorded):
 
 
 def test_a_replay_does_not_write_over_what_it_gave_before(recorded):
-    recorder, kept = Recorder(), Recordings()
+    recorder, kept = GraphCache(), Recordings()
     passes(recorder, kept, 2, 256, TIMES + 1)
     tokens, lengths = torch.ones((2, 2), dtype=torch.long), torch.tensor([3, 4])
     one = recorder.run(body, (tokens, lengths), 256, kept)
@@ -107,7 +107,7 @@ def test_a_replay_does_not_write_over_what_it_gave_before(recorded):
 def test_a_pass_that_waits_is_found_out_before_it_is_recorded(recorded, monkeypatch):
     """While a recording runs, a wait would be an error from which torch does not recover."""
     monkeypatch.setattr(graphs, "watched", lambda: nullcontext(["model.py:7"]))
-    recorder, kept = Recorder(), Recordings()
+    recorder, kept = GraphCache(), Recordings()
     passes(recorder, kept, 3, 256, TIMES - 1)
     with pytest.warns(UserWarning, match=r"cannot be recorded: it waits for the device \(model.py:7\)"):
         passes(recorder, kept, 3, 256, 1)
@@ -145,7 +145,7 @@ def test_no_garbage_is_collected_while_a_pass_is_recorded():
 def test_where_recording_fails_passes_go_on_and_say_why(monkeypatch):
     monkeypatch.setattr(graphs, "watched", nullcontext)
     monkeypatch.setattr(graphs, "recordable", lambda tokens: True)
-    recorder, kept = Recorder(), Recordings()
+    recorder, kept = GraphCache(), Recordings()
     passes(recorder, kept, 3, 256, TIMES)
     with pytest.warns(UserWarning, match="passes are launched one kernel at a time, as they cannot be recorded"):
         passes(recorder, kept, 3, 256, 1)
@@ -156,10 +156,10 @@ def test_where_recording_fails_passes_go_on_and_say_why(monkeypatch):
 def test_only_short_passes_on_a_gpu_are_recorded():
     assert not graphs.recordable(torch.ones((1, 2), dtype=torch.long))
     kept = Recordings()
-    passes(Recorder(), kept, 3, 256, TIMES + 2)
+    passes(GraphCache(), kept, 3, 256, TIMES + 2)
     assert not kept.times
 
 
 def test_recording_can_be_switched_off(recorded):
-    passes(Recorder("switched off"), Recordings(), 3, 256, TIMES + 3)
+    passes(GraphCache("switched off"), Recordings(), 3, 256, TIMES + 3)
     assert not recorded

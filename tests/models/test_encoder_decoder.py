@@ -2,10 +2,10 @@ import pytest
 import torch
 import transformers as tf
 
-from draftproof.core.types import Inexact
-from draftproof.models import Cache, Model
-from draftproof.models.encdec import EncoderDecoder
+from draftproof.core.types import InexactError
+from draftproof.models.encoder_decoder import EncoderDecoder
 from draftproof.models.hf import HFModel
+from draftproof.models.interface import Cache, Model
 from models.families import V, family
 from models.reference import TOLERANCE, Rows
 
@@ -107,9 +107,9 @@ def test_it_is_a_model_and_its_cache_a_cache():
 def test_what_it_cannot_do_is_refused():
     model, served = pair("t5")
     cache = served.encode(SOURCES)
-    with pytest.raises(Inexact, match="use a rule for chains"):
+    with pytest.raises(InexactError, match="use a rule for chains"):
         served(torch.tensor([[0, 1]] * 3), cache, parents=torch.tensor([[-1]] * 3))
-    with pytest.raises(Inexact, match="use a rule for chains"):
+    with pytest.raises(InexactError, match="use a rule for chains"):
         cache.keep(torch.tensor([0, 0, 0]), torch.tensor([[-1]] * 3))
     with pytest.raises(ValueError, match=r"take its cache from encode\(sources\)"):
         served.new_cache(1)

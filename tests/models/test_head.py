@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftproof.models.head import Head, HeadShape, attend, turn
+from draftproof.models.head.network import Head, HeadShape, attend, turn
 
 SHAPE = HeadShape(
     hidden=16, heads=4, kv_heads=2, head_dim=6, intermediate=24, rope_theta=100.0, eps=1e-6, taps=(1, 2, 4)

@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers as tf
 
-from draftproof.models import headfile
-from draftproof.models.head import Head
+from draftproof.models.cpu_linear import pack
+from draftproof.models.head.network import Head
+from draftproof.models.head.network import file as headfile
+from draftproof.models.head.taps import default_taps, embeddings, output_rows, shape_for, weights_hash
 from draftproof.models.hf import HFModel
-from draftproof.models.packed import pack
-from draftproof.models.tapped import default_taps, embeddings, output_rows, shape_for, weights_hash
 from models.families import CONFIGS, V, family
 
 IDS = (7, 3, 20, 11)

@@ -2,10 +2,10 @@ import pytest
 import torch
 import transformers as tf
 
-from draftproof.core.types import Inexact
-from draftproof.models import Cache, Model
+from draftproof.core.types import InexactError
+from draftproof.models.compatibility import TRIED
 from draftproof.models.hf import HFModel
-from draftproof.models.probe import TRIED
+from draftproof.models.interface import Cache, Model
 from models.families import CONFIGS, LLAMA, V, family
 from models.reference import TOLERANCE, Rows, branch
 
@@ -274,19 +274,19 @@ RECURRENT = {
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_state_that_cannot_be_shortened_is_refused_by_name(name):
     model = tf.AutoModelForCausalLM.from_config(RECURRENT[name]()).eval()
-    with pytest.raises(Inexact, match="layer 0 keeps a LinearAttentionLayer, a state that cannot be shortened"):
+    with pytest.raises(InexactError, match="layer 0 keeps a LinearAttentionLayer, a state that cannot be shortened"):
         HFModel(model)
 
 
 def test_a_recurrent_state_outside_of_the_cache_is_refused():
     model = tf.RwkvForCausalLM(tf.RwkvConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2)).eval()
-    with pytest.raises(Inexact, match=r"transformers marks its state \(rwkv\) as recurrent"):
+    with pytest.raises(InexactError, match=r"transformers marks its state \(rwkv\) as recurrent"):
         HFModel(model)
 
 
 def test_positions_that_are_not_counted_for_each_row_are_refused():
     config = tf.GPTNeoConfig(vocab_size=V, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["local"], 2]])
-    with pytest.raises(Inexact, match="window by slot"):
+    with pytest.raises(InexactError, match="window by slot"):
         HFModel(tf.GPTNeoForCausalLM(config).eval())
 
 
@@ -306,7 +306,7 @@ class Forgetful(tf.LlamaForCausalLM):
 def test_a_model_that_answers_differently_in_a_batch_is_refused():
     config = tf.LlamaConfig(**LLAMA, initializer_range=0.3)
     config.model_type = "forgetful"
-    with pytest.raises(Inexact, match="gives other logits in a ragged batch or a tree than alone"):
+    with pytest.raises(InexactError, match="gives other logits in a ragged batch or a tree than alone"):
         HFModel(Forgetful._from_config(config, attn_implementation="sdpa").eval())
 
 

@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from draftproof.models import Cache, Model
+from draftproof.models.interface import Cache, Model
 from draftproof.models.toy import Toy
 from models.reference import branch
 

@@ -9,7 +9,7 @@ import torch
 import draftproof as dp
 
 B, K, V = 3, 4, 30
-WARM = dp.Sampling(temperature=0.7, top_k=9)
+WARM = dp.SamplingParams(temperature=0.7, top_k=9)
 
 
 def inputs(seed=0):
@@ -46,7 +46,7 @@ def test_greedy_keeps_the_argmax_and_ends_with_it():
     tokens = best[:, :K].clone()
     tokens[1, 2] = (tokens[1, 2] + 1) % V
     for rule in ("token", "block", "coupled", "tree"):
-        verdict = dp.verify(target, tokens, sampling=dp.Sampling(temperature=0), rule=rule)
+        verdict = dp.verify(target, tokens, sampling=dp.SamplingParams(temperature=0), rule=rule)
         assert verdict.accepted.tolist() == [K, 2, K]
         assert verdict.tokens[1].tolist() == [*best[1, :3].tolist(), -1, -1]
         assert verdict.tokens[0].tolist() == best[0].tolist()
@@ -54,7 +54,7 @@ def test_greedy_keeps_the_argmax_and_ends_with_it():
 
 def test_rows_may_have_their_own_sampling_and_length():
     target, tokens, draft = inputs()
-    samplings = [dp.Sampling(temperature=0), WARM, dp.Sampling(top_p=0.5, presence_penalty=1.0)]
+    samplings = [dp.SamplingParams(temperature=0), WARM, dp.SamplingParams(top_p=0.5, presence_penalty=1.0)]
     verdict = dp.verify(
         target, tokens, draft, draft_lengths=torch.tensor([0, 4, 2]), sampling=samplings, draft_sampling=WARM,
         history=[([1, 2], [])] * B,
@@ -88,7 +88,7 @@ def test_half_precision_logits_are_taken():
 
 def test_an_empty_draft_is_plain_sampling():
     target, tokens, draft = inputs()
-    for sampling in (WARM, dp.Sampling(), dp.Sampling(top_p=0.5), dp.Sampling(temperature=0)):
+    for sampling in (WARM, dp.SamplingParams(), dp.SamplingParams(top_p=0.5), dp.SamplingParams(temperature=0)):
         for logits in (draft[:, :0], None):
             verdict = dp.verify(target[:, :1], tokens[:, :0], logits, sampling=sampling, draft_sampling=sampling)
             assert verdict.tokens.shape == (B, 1)
@@ -139,7 +139,7 @@ WRONG = {
         "positions must be given with seeds",
     ),
     "seed in sampling, positions missing": (
-        lambda t, x, q: dp.verify(t, x, sampling=dp.Sampling(seed=3)),
+        lambda t, x, q: dp.verify(t, x, sampling=dp.SamplingParams(seed=3)),
         "positions must be given with seeds",
     ),
     "draft_sampling missing": (
@@ -148,10 +148,10 @@ WRONG = {
     ),
     "not drawn from q": (
         lambda t, x, q: dp.verify(t, q.argmin(-1), q, sampling=WARM, draft_sampling=WARM),
-        r"has probability 0 under draft_logits with draft_sampling: it was not drawn from that law",
+        r"has probability 0 under draft_logits with draft_sampling: it was not drawn from that distribution",
     ),
     "penalty without history": (
-        lambda t, x, q: dp.verify(t, x, sampling=dp.Sampling(frequency_penalty=0.5)),
+        lambda t, x, q: dp.verify(t, x, sampling=dp.SamplingParams(frequency_penalty=0.5)),
         "asks for a penalty.*history",
     ),
     "samplings count": (lambda t, x, q: dp.verify(t, x, sampling=[WARM]), "one for each of 3 rows; got 1"),
@@ -204,15 +204,15 @@ def test_shape_errors_are_clear_where_no_annotation_is_executed():
 
 def test_what_would_be_inexact_is_refused():
     target, tokens, draft = inputs()
-    with pytest.raises(dp.Inexact, match="this draft is a tree"):
+    with pytest.raises(dp.InexactError, match="this draft is a tree"):
         dp.verify(target, tokens, draft, parents=torch.full((B, K), -1), rule="block")
-    p = dp.warp(target, [dp.Sampling()] * B)
-    shared = dp.Draft(tokens, torch.full((B,), K), dp.warp(draft, [dp.Sampling()] * B), shared_noise=True)
-    noise = dp.Noise(torch.arange(B), torch.arange(B))
+    p = dp.warp(target, [dp.SamplingParams()] * B)
+    shared = dp.Draft(tokens, torch.full((B,), K), dp.warp(draft, [dp.SamplingParams()] * B), shared_rng=True)
+    rng = dp.Philox(torch.arange(B), torch.arange(B))
     for rule in ("token", "block", "tree"):
-        with pytest.raises(dp.Inexact, match="noise"):
-            dp.RULES[rule](p, shared, noise)
-    assert dp.RULES["coupled"](p, shared, noise).exact
+        with pytest.raises(dp.InexactError, match="noise"):
+            dp.RULES[rule](p, shared, rng)
+    assert dp.RULES["coupled"](p, shared, rng).exact
 
 
 def test_the_example_in_the_docstring_runs():

@@ -1,39 +1,39 @@
-"""Every exact rule has the target's law, summed over all drafts and all outcomes in float64: no sampling."""
+"""Every exact rule has the target's distribution, summed over all drafts and all outcomes in float64: no sampling."""
 
 import pytest
 import torch
 
-from draftproof.audit.enumerate import round_law
-from draftproof.verify.block import judge as judge_block
-from draftproof.verify.token import judge as judge_token
-from draftproof.verify.tree import judge as judge_tree
+from draftproof.auditor.enumerate import round_distribution
+from draftproof.rules.block import stop_table as block_stop_table
+from draftproof.rules.token import stop_table as token_stop_table
+from draftproof.rules.tree import stop_table as tree_stop_table
 from worlds import TREES, chains, trees
 
 EXACT = 1e-12
-CHAIN_RULES = {"token": judge_token, "block": judge_block, "tree": judge_tree}
+CHAIN_RULES = {"token": token_stop_table, "block": block_stop_table, "tree": tree_stop_table}
 SIZES = [(2, 1, 400), (2, 3, 300), (3, 2, 300), (4, 3, 150)]  # V, K, worlds: 1 150 instances of each kind
 
 
 @pytest.mark.parametrize("kind", ["drawn", "chosen", "mixed", "ragged"])
 @pytest.mark.parametrize("rule", CHAIN_RULES)
-def test_a_round_on_chains_has_exactly_the_targets_law(rule, kind):
+def test_a_round_on_chains_has_exactly_the_targets_distribution(rule, kind):
     for V, K, N in SIZES:
         worlds = chains(N, V, K, seed=V * 10 + K, kind=kind)
-        assert (round_law(CHAIN_RULES[rule], worlds).law - worlds.joint).abs().max() <= EXACT
+        assert (round_distribution(CHAIN_RULES[rule], worlds).dist - worlds.joint).abs().max() <= EXACT
 
 
 @pytest.mark.parametrize("kind", ["iid", "without", "chosen", "mixed"])
 @pytest.mark.parametrize("shape", TREES)
-def test_a_round_on_trees_has_exactly_the_targets_law(shape, kind):
+def test_a_round_on_trees_has_exactly_the_targets_distribution(shape, kind):
     for V, N in ((2, 150), (3, 100)):
         worlds = trees(N, V, TREES[shape], seed=V, kind=kind)
-        assert (round_law(judge_tree, worlds).law - worlds.joint).abs().max() <= EXACT
+        assert (round_distribution(tree_stop_table, worlds).dist - worlds.joint).abs().max() <= EXACT
 
 
-def test_the_worlds_hold_every_awkward_law():
+def test_the_worlds_hold_every_awkward_distribution():
     worlds = chains(300, 4, 3, seed=43)
-    assert worlds.draft.law is not None
-    p, q = worlds.p.probs(), worlds.draft.law.probs()
+    assert worlds.draft.q is not None
+    p, q = worlds.p.probs(), worlds.draft.q.probs()
     assert (p == 0).any()
     assert (p == 1).any()
     assert (q == 1).any()
@@ -45,7 +45,7 @@ def test_the_worlds_hold_every_awkward_law():
 
 def test_block_never_keeps_less_than_token_and_often_more():
     worlds = chains(300, 4, 3, seed=5)
-    more = round_law(judge_block, worlds).kept - round_law(judge_token, worlds).kept
+    more = round_distribution(block_stop_table, worlds).kept - round_distribution(token_stop_table, worlds).kept
     assert more.min() >= -1e-12
     assert (more > 1e-3).float().mean() > 0.2
 
@@ -54,8 +54,8 @@ def test_block_reproduces_the_papers_example():
     """p = (1/3, 2/3), q = (2/3, 1/3), K = 2: 10/9 kept token by token, 11/9 as a block."""
     from itertools import product
 
-    from draftproof.audit.enumerate import Scenarios
-    from draftproof.core.law import Law
+    from draftproof.auditor.enumerate import Scenarios
+    from draftproof.core.distribution import Distribution
     from draftproof.core.types import Draft
 
     p = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
@@ -66,16 +66,16 @@ def test_block_reproduces_the_papers_example():
         joint,
         torch.zeros(4, dtype=torch.long),
         q[tokens].prod(1),
-        Law.of(p.expand(4, 3, 2)),
-        Draft(tokens, torch.full((4,), 2), Law.of(q.expand(4, 2, 2))),
+        Distribution.of(p.expand(4, 3, 2)),
+        Draft(tokens, torch.full((4,), 2), Distribution.of(q.expand(4, 2, 2))),
     )
-    assert round_law(judge_token, worlds).kept.item() == pytest.approx(10 / 9, abs=1e-12)
-    assert round_law(judge_block, worlds).kept.item() == pytest.approx(11 / 9, abs=1e-12)
+    assert round_distribution(token_stop_table, worlds).kept.item() == pytest.approx(10 / 9, abs=1e-12)
+    assert round_distribution(block_stop_table, worlds).kept.item() == pytest.approx(11 / 9, abs=1e-12)
 
 
 def test_a_chain_as_a_tree_is_judged_as_a_block():
     worlds = chains(100, 3, 3, seed=8)
-    one, other = judge_block(worlds.p, worlds.draft), judge_tree(worlds.p, worlds.draft)
+    one, other = block_stop_table(worlds.p, worlds.draft), tree_stop_table(worlds.p, worlds.draft)
     torch.testing.assert_close(one.chance, other.chance, atol=1e-12, rtol=0)
     assert torch.equal(one.node, other.node)
 
@@ -84,14 +84,14 @@ def lp_optimum(joint, V, K, worlds):
     """The most that any valid rule keeps that emits a prefix of the draft and one token: a linear programme.
 
     Unknowns: the mass of (draft, kept, closing token). It must add up to the chance of each draft, and what it emits,
-    carried on by the target, to the target's law. It may look at everything, also at rows off the draft's path.
+    carried on by the target, to the target's distribution. It may look at everything, also at rows off the draft's path.
     """
     from itertools import product
 
     import numpy as np
     from scipy.optimize import linprog
 
-    law = joint.view((V,) * (K + 1)).numpy()
+    dist = joint.view((V,) * (K + 1)).numpy()
     drafts = worlds.draft.tokens.tolist()
     unknowns = [(r, kept, y) for r in range(len(drafts)) for kept in range(K + 1) for y in range(V)]
     texts = {s: i for i, s in enumerate(product(range(V), repeat=K + 1))}
@@ -99,11 +99,11 @@ def lp_optimum(joint, V, K, worlds):
     for column, (r, kept, y) in enumerate(unknowns):
         A[r, column] = 1
         said = (*drafts[r][:kept], y)
-        total = law[said].sum()
+        total = dist[said].sum()
         for rest in product(range(V), repeat=K - kept):
             text = said + rest
-            A[len(drafts) + texts[text], column] = law[text] / total if total > 0 else 0
-    b = np.concatenate([worlds.chance.numpy(), law.flatten()])
+            A[len(drafts) + texts[text], column] = dist[text] / total if total > 0 else 0
+    b = np.concatenate([worlds.chance.numpy(), dist.flatten()])
     best = linprog([-kept for _, kept, _ in unknowns], A_eq=A, b_eq=b, method="highs")
     assert best.status == 0, best.message
     return -best.fun
@@ -115,4 +115,4 @@ def test_block_keeps_as_much_as_any_valid_rule_can():
     for seed in range(12):
         worlds = chains(1, V, K, seed=seed, full=True)
         best = lp_optimum(worlds.joint, V, K, worlds)
-        assert round_law(judge_block, worlds).kept.item() == pytest.approx(best, abs=1e-9)
+        assert round_distribution(block_stop_table, worlds).kept.item() == pytest.approx(best, abs=1e-9)

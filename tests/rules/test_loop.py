@@ -1,4 +1,4 @@
-"""The rules as users get them, float32 and Philox in a batch, round after round: joint law of three tokens.
+"""The rules as users get them, float32 and Philox in a batch, round after round: joint distribution of three tokens.
 
 1e6 texts, 64 cells: a bias of TV 5e-3 shows at alpha with power > 0.9. The controls are in test_controls.py.
 """
@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import loop
-from draftproof.core.noise import Noise
-from draftproof.core.race import race
+from draftproof.core.distribution import race
+from draftproof.core.rng import Philox
 from draftproof.core.types import Draft
-from draftproof.verify import RULES
-from evidence import g_test
+from draftproof.rules import RULES
+from g_test import g_test
 
 ALPHA = 1e-6
 S = 1_000_000
@@ -30,7 +30,7 @@ CASES = [
 
 @pytest.mark.statistical
 @pytest.mark.parametrize(("rule", "drafts"), CASES)
-def test_texts_have_the_targets_joint_law(rule, drafts):
+def test_texts_have_the_targets_joint_distribution(rule, drafts):
     made = loop.texts(RULES[rule], getattr(loop, drafts), S, shared=rule == "coupled" and drafts == "drawn")
     value = g_test(made.counts, loop.joint())
     print(f"{rule} {drafts}: p = {value:.3f}, {made.tokens_per_round:.3f} tokens a round")
@@ -51,22 +51,22 @@ def test_block_keeps_more_than_token_and_coupled_less():
 def test_coupled_emits_the_targets_own_race_winners_bit_for_bit(drafts):
     """Whatever was drafted, and whether its noise was shared or not: exactly what plain seeded drawing gives."""
     n = 20_000
-    last, noise = torch.randint(loop.V, (n,)), Noise(torch.arange(n) * 31, torch.arange(n) % 50)
+    last, rng = torch.randint(loop.V, (n,)), Philox(torch.arange(n) * 31, torch.arange(n) % 50)
     for shared in (False, True):
-        draft = getattr(loop, drafts)(last, Noise(noise.seeds, noise.starts, shared))
-        p = loop.law_of(torch.cat([last[:, None], draft.tokens], 1), loop.TARGET)
-        verdict = RULES["coupled"](p, Draft(draft.tokens, draft.lengths, draft.law, draft.drawn), noise)
+        draft = getattr(loop, drafts)(last, Philox(rng.seeds, rng.starts, shared))
+        p = loop.distribution_of(torch.cat([last[:, None], draft.tokens], 1), loop.TARGET)
+        verdict = RULES["coupled"](p, Draft(draft.tokens, draft.lengths, draft.q, draft.drawn), rng)
         said = last
         for i in range(loop.K + 1):
-            plain = race(loop.law_of(said, loop.TARGET), noise.shifted(i))
+            plain = race(loop.distribution_of(said, loop.TARGET), rng.shifted(i))
             there = verdict.accepted >= i
             assert torch.equal(verdict.tokens[there, i], plain[there])
             said = plain
 
 
 def test_lossy_rules_are_caught_by_the_same_test():
-    """1e5 texts are enough for each: their laws are off by more than TV 0.01."""
-    from draftproof.verify import lossy
+    """1e5 texts are enough for each: their distributions are off by more than TV 0.01."""
+    from draftproof.rules import lossy
 
     for rule in (lossy.unadjusted, lossy.lenient(0.7), lossy.typical()):
         assert g_test(loop.texts(rule, loop.drawn, 100_000).counts, loop.joint()) < ALPHA

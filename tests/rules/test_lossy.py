@@ -4,18 +4,18 @@ import pytest
 import torch
 
 import loop
-from draftproof.core.law import Law, total_variation
-from draftproof.core.noise import Noise
-from draftproof.verify import RULES, lossy
+from draftproof.core.distribution import Distribution, total_variation
+from draftproof.core.rng import Philox
+from draftproof.rules import RULES, lossy
 
 LOSSY = {"unadjusted": lossy.unadjusted, "lenient": lossy.lenient(0.7), "typical": lossy.typical()}
 
 
 def first_tokens(rule, proposer, n=400_000):
-    """The law of the first token of a round, by sampling, and what the meter says of it."""
-    last, noise = torch.zeros(n, dtype=torch.long), Noise(torch.arange(n) * 17, torch.ones(n, dtype=torch.long))
-    draft = proposer(last, noise)
-    verdict = rule(loop.law_of(torch.cat([last[:, None], draft.tokens], 1), loop.TARGET), draft, noise)
+    """The distribution of the first token of a round, by sampling, and what the meter says of it."""
+    last, rng = torch.zeros(n, dtype=torch.long), Philox(torch.arange(n) * 17, torch.ones(n, dtype=torch.long))
+    draft = proposer(last, rng)
+    verdict = rule(loop.distribution_of(torch.cat([last[:, None], draft.tokens], 1), loop.TARGET), draft, rng)
     seen = torch.bincount(verdict.tokens[:, 0], minlength=loop.V) / n
     return seen, verdict
 
@@ -36,11 +36,11 @@ def test_the_meter_agrees_with_sampling(name, drafts):
 
 def test_a_skipped_residual_is_off_by_the_closed_form():
     p, q = torch.tensor([0.1, 0.5, 0.4]), torch.tensor([0.6, 0.1, 0.3])
-    noise = Noise(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+    rng = Philox(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
     from draftproof.core.types import Draft
 
-    draft = Draft(torch.tensor([[0]]), torch.tensor([1]), Law.of(q.view(1, 1, 3)))
-    verdict = lossy.unadjusted(Law.of(p.expand(1, 2, 3)), draft, noise)
+    draft = Draft(torch.tensor([[0]]), torch.tensor([1]), Distribution.of(q.view(1, 1, 3)))
+    verdict = lossy.unadjusted(Distribution.of(p.expand(1, 2, 3)), draft, rng)
     alpha = p.minimum(q).sum()
     accepted, left = p.minimum(q) / alpha, (p - q).clamp_min(0) / (1 - alpha)
     wanted = alpha * (1 - alpha) * total_variation(accepted, left)
@@ -54,10 +54,10 @@ def test_no_lossy_rule_has_a_name():
 
 
 def toy(n=4):
-    noise = Noise(torch.arange(n), torch.arange(n))
+    rng = Philox(torch.arange(n), torch.arange(n))
     last = torch.zeros(n, dtype=torch.long)
-    draft = loop.drawn(last, noise)
-    return loop.law_of(torch.cat([last[:, None], draft.tokens], 1), loop.TARGET), draft, noise
+    draft = loop.drawn(last, rng)
+    return loop.distribution_of(torch.cat([last[:, None], draft.tokens], 1), loop.TARGET), draft, rng
 
 
 @pytest.mark.parametrize("make", [lambda: lossy.lenient(0.0), lambda: lossy.lenient(1.2), lambda: lossy.typical(0.0)])

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftproof.audit.enumerate import round_law
-from draftproof.core import host
-from draftproof.core.law import Law, Vocab
-from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling, warp
+from draftproof.auditor.enumerate import round_distribution
+from draftproof.core import device as core_device
+from draftproof.core.distribution import Distribution, DraftVocab
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams, warp
+from draftproof.core.tree import Shape, check_parents
 from draftproof.core.types import PAD, ROOT, Draft
-from draftproof.verify.shape import Shape, check_parents
-from draftproof.verify.tree import Walk, judge, tree
+from draftproof.rules.tree import Walk, stop_table, tree
 from worlds import TREES, trees
 
 V = 5
@@ -32,35 +32,35 @@ def rounds(seed: int, kind: str, K: int = 7, B: int = 6):
     draft = Draft(
         tokens.masked_fill(beyond, PAD),
         lengths,
-        None if kind == "chosen" else Law.of(q),
+        None if kind == "chosen" else Distribution.of(q),
         torch.rand((B, K), generator=numbers) < 0.5 if kind == "mixed" else None,
         parents.masked_fill(beyond, ROOT),
     )
-    return Law.of(p), draft, Noise(torch.randint(2**62, (B,), generator=numbers), torch.arange(B) + 3)
+    return Distribution.of(p), draft, Philox(torch.randint(2**62, (B,), generator=numbers), torch.arange(B) + 3)
 
 
-def recursion(p: Law, draft: Draft, noise: Noise, b: int, *, siblings=list) -> tuple[int, torch.Tensor]:
+def recursion(p: Distribution, draft: Draft, rng: Philox, b: int, *, siblings=list) -> tuple[int, torch.Tensor]:
     """Where row b stops and what its closing token is drawn from, as the rule is told. `siblings`: in which order."""
-    laws, coins = p.probs()[b].clone(), noise.coins(draft.tokens.shape[1])[b].tolist()
+    dists, coins = p.probs()[b].clone(), rng.coins(draft.tokens.shape[1])[b].tolist()
     tokens, length = draft.tokens[b].tolist(), int(draft.lengths[b])
     parents = list(range(-1, length - 1)) if draft.parents is None else draft.parents[b].tolist()
 
-    def slot_law(slot: int) -> torch.Tensor:
-        if draft.law is None or (draft.drawn is not None and not draft.drawn[b, slot]):
+    def slot_distribution(slot: int) -> torch.Tensor:
+        if draft.q is None or (draft.drawn is not None and not draft.drawn[b, slot]):
             return torch.nn.functional.one_hot(torch.tensor(tokens[slot]), V).double()
-        return draft.law.probs()[b, slot]
+        return draft.q.probs()[b, slot]
 
     def visit(node: int, w: float) -> tuple[int, torch.Tensor] | None:
         for slot in siblings([i for i in range(length) if parents[i] == node - 1]):
-            q = slot_law(slot)
-            found = visit(slot + 1, min(1.0, w * float(laws[node, tokens[slot]] / q[tokens[slot]])))
+            q = slot_distribution(slot)
+            found = visit(slot + 1, min(1.0, w * float(dists[node, tokens[slot]] / q[tokens[slot]])))
             if found is not None:
                 return found
-            spare = (w * laws[node] - q).clamp_min(0)
+            spare = (w * dists[node] - q).clamp_min(0)
             mass = float(spare.sum())
             w = mass / (mass + 1 - w) if mass > 0 else 0.0
-            laws[node] = spare / mass if mass > 0 else laws[node]
-        return (node, laws[node]) if node == 0 or coins[node - 1] < w else None
+            dists[node] = spare / mass if mass > 0 else dists[node]
+        return (node, dists[node]) if node == 0 or coins[node - 1] < w else None
 
     found = visit(0, 1.0)
     assert found is not None
@@ -77,7 +77,7 @@ def stops(draft: Draft, verdict) -> list[int]:
 def way(request, monkeypatch):
     """On the host, and where looking would be waiting."""
     if request.param == "slot by slot":
-        monkeypatch.setattr(host, "is_host", lambda device: False)
+        monkeypatch.setattr(core_device, "HOST", "none")
     return request.param
 
 
@@ -85,61 +85,66 @@ def way(request, monkeypatch):
 def test_a_row_stops_where_the_recursion_says(way, kind):
     met, mirrored = set(), 0
     for seed in range(40):
-        p, draft, noise = rounds(seed, kind)
-        found = stops(draft, tree(p, draft, noise))
-        assert found == [recursion(p, draft, noise, b)[0] for b in range(6)]
+        p, draft, rng = rounds(seed, kind)
+        found = stops(draft, tree(p, draft, rng))
+        assert found == [recursion(p, draft, rng, b)[0] for b in range(6)]
         met |= set(found)
-        mirrored += found != [recursion(p, draft, noise, b, siblings=reversed)[0] for b in range(6)]
+        mirrored += found != [recursion(p, draft, rng, b, siblings=reversed)[0] for b in range(6)]
     assert len(met) >= 7, "nearly every node was stopped at"
     assert mirrored > 5, "another order would have shown"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_stations_law_is_the_recursions(kind):
+def test_every_stations_distribution_is_the_recursions(kind):
     """What the closing token is drawn from; slot by slot all stations are there at once."""
     for seed in range(20):
-        p, draft, noise = rounds(seed, kind)
-        judged = judge(p, draft)
+        p, draft, rng = rounds(seed, kind)
+        judged = stop_table(p, draft)
         for b in range(6):
-            node, law = recursion(p, draft, noise, b)
+            node, dist = recursion(p, draft, rng, b)
             at = judged.node[b].tolist().index(node)
-            torch.testing.assert_close(judged.closing[b, at], law, atol=1e-12, rtol=0)
+            torch.testing.assert_close(judged.closing[b, at], dist, atol=1e-12, rtol=0)
 
 
 def depth_first(p, draft):
     """All stations of the way that ends at the first stop: no coin lets anybody stop."""
-    return Walk.to_the_first_stop(p, draft, torch.ones((len(draft.tokens), draft.tokens.shape[1] + 1))).judgement()
+    return Walk.to_the_first_stop(p, draft, torch.ones((len(draft.tokens), draft.tokens.shape[1] + 1))).table()
 
 
 @pytest.mark.parametrize("kind", ["iid", "without", "chosen", "mixed"])
 @pytest.mark.parametrize("shape", TREES)
-def test_depth_first_a_round_has_exactly_the_targets_law(shape, kind):
+def test_depth_first_a_round_has_exactly_the_targets_distribution(shape, kind):
     """As `judge` in test_enumeration.py, which goes slot by slot."""
     worlds = trees(60, 3, TREES[shape], seed=3, kind=kind)
-    assert (round_law(depth_first, worlds).law - worlds.joint).abs().max() <= 1e-12
+    assert (round_distribution(depth_first, worlds).dist - worlds.joint).abs().max() <= 1e-12
 
 
-FILTERS = [Sampling(), Sampling(temperature=0.7, top_k=20), Sampling(temperature=0.0), Sampling(top_p=0.8, min_p=0.02)]
+FILTERS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=20),
+    SamplingParams(temperature=0.0),
+    SamplingParams(top_p=0.8, min_p=0.02),
+]
 
 
 @pytest.mark.parametrize("vocab", [False, True], ids=["whole", "reduced"])
-@pytest.mark.parametrize("samplings", [FILTERS, [Sampling()] * 4], ids=["filtered", "plain"])
+@pytest.mark.parametrize("samplings", [FILTERS, [SamplingParams()] * 4], ids=["filtered", "plain"])
 def test_both_ways_say_the_same_word_for_word(monkeypatch, samplings, vocab):
-    """With more than a chunk of tokens, in float32: the same tokens, the same slots, though laws are rounded apart."""
+    """With more than a chunk of tokens, in float32: the same tokens, the same slots, though distributions are rounded apart."""
     kept = 0
     for seed in range(10):
         numbers = torch.Generator().manual_seed(seed)
         logits = torch.randn((4, 1, 1200), generator=numbers) * 3 + torch.randn((4, 8, 1200), generator=numbers) * 0.3
         ids = torch.randperm(1200, generator=numbers)[:900] if vocab else torch.arange(1200)
-        q = warp(logits[:, 1:, ids], samplings, vocab=Vocab.of(ids, 1200) if vocab else None)
+        q = warp(logits[:, 1:, ids], samplings, vocab=DraftVocab.of(ids, 1200) if vocab else None)
         tokens = q.probs().flatten(0, 1).multinomial(1, generator=numbers).view(4, 7)
-        _, shaped, noise = rounds(seed, "mixed", B=4)
+        _, shaped, rng = rounds(seed, "mixed", B=4)
         parents = None if seed % 4 == 0 else shaped.parents
         draft = Draft(tokens, shaped.lengths, q, shaped.drawn if seed % 3 else None, parents)
-        here = tree(warp(logits, samplings), draft, noise)
+        here = tree(warp(logits, samplings), draft, rng)
         with monkeypatch.context() as patch:
-            patch.setattr(host, "is_host", lambda device: False)
-            there = tree(warp(logits, samplings), draft, noise)
+            patch.setattr(core_device, "HOST", "none")
+            there = tree(warp(logits, samplings), draft, rng)
         for part in ("tokens", "accepted", "path"):
             assert torch.equal(getattr(here, part), getattr(there, part))
         kept += int(here.accepted.sum())
@@ -147,37 +152,37 @@ def test_both_ways_say_the_same_word_for_word(monkeypatch, samplings, vocab):
 
 
 def test_nothing_drafted_is_a_draw_from_the_target(way):
-    law = Law.of(torch.tensor([[[0.0, 1.0, 0.0]]], dtype=torch.float64))
+    dist = Distribution.of(torch.tensor([[[0.0, 1.0, 0.0]]], dtype=torch.float64))
     empty = torch.empty((1, 0), dtype=torch.long)
     for draft in (Draft(empty, torch.tensor([0])), Draft(empty, torch.tensor([0]), parents=empty)):
-        verdict = tree(law, draft, Noise(torch.tensor([1]), torch.tensor([1])))
+        verdict = tree(dist, draft, Philox(torch.tensor([1]), torch.tensor([1])))
         assert (verdict.tokens.tolist(), verdict.accepted.tolist()) == ([[1]], [0])
 
 
 def test_what_stands_behind_a_draft_is_not_looked_at(way):
-    """Parents, tokens and laws there may be anything."""
-    p, draft, noise = rounds(2, "drawn")
+    """Parents, tokens and distributions there may be anything."""
+    p, draft, rng = rounds(2, "drawn")
     beyond = torch.arange(7) >= draft.lengths[:, None]
     logits = p.logits.masked_fill(torch.nn.functional.pad(beyond, (1, 0))[..., None], torch.nan)
     odd = replace(draft, parents=draft.parents.masked_fill(beyond, 99))
     assert beyond.any()
-    assert torch.equal(tree(replace(p, logits=logits), odd, noise).tokens, tree(p, draft, noise).tokens)
+    assert torch.equal(tree(replace(p, logits=logits), odd, rng).tokens, tree(p, draft, rng).tokens)
 
 
 @pytest.mark.parametrize("parent", [3, 4, 6, -2])
 def test_where_nobody_may_look_a_draft_ends_before_a_misplaced_slot(parent, monkeypatch):
-    """On the host it is refused; elsewhere who runs the round says so later (engine/judge.py)."""
-    p, draft, noise = rounds(1, "drawn")
+    """On the host it is refused; elsewhere who runs the round says so later (engine/round.py)."""
+    p, draft, rng = rounds(1, "drawn")
     draft = replace(draft, lengths=torch.full((6,), 7), tokens=draft.tokens.clamp_min(0))
     wrong = replace(draft, parents=draft.parents.clone())
     wrong.parents[2, 3] = parent
     with pytest.raises(ValueError, match=rf"parents\[2, 3\] is {parent}: a slot's parent must be -1"):
-        tree(p, wrong, noise)
+        tree(p, wrong, rng)
     with pytest.raises(ValueError, match=rf"parents\[2, 3\] is {parent}"):
         check_parents(wrong)
-    monkeypatch.setattr(host, "is_host", lambda device: False)
+    monkeypatch.setattr(core_device, "HOST", "none")
     shorter = replace(draft, lengths=torch.tensor([7, 7, 3, 7, 7, 7]))
-    assert torch.equal(tree(p, wrong, noise).tokens, tree(p, shorter, noise).tokens)
+    assert torch.equal(tree(p, wrong, rng).tokens, tree(p, shorter, rng).tokens)
 
 
 def test_turns_and_paths_of_a_tree():

@@ -7,7 +7,7 @@ import triton
 from compile_all import NoDevice
 
 from draftproof.train.loss import WIDEST
-from draftproof.train.slope import compare, launched
+from draftproof.train.loss_kernel import compare, launched
 
 
 def main(capability: int) -> None:

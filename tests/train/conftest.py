@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.pupils import save_pupil
+from train.tiny_target import save_pupil
 
 
 @pytest.fixture(scope="module")

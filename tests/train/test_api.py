@@ -9,16 +9,15 @@ import torch
 import transformers as tf
 
 from draftproof.engine.load import load
-from draftproof.models.headfile import load as load_head
-from draftproof.models.headfile import save
-from draftproof.train import corpus as corpora
-from draftproof.train.budget import PausedError
-from draftproof.train.in_loop import OVERALL, held_out, tallies
-from draftproof.train.plan import Plan
-from draftproof.train.student import new_head
-from draftproof.train.train import Watch, train
+from draftproof.models.head.file import load as load_head
+from draftproof.models.head.file import save
+from draftproof.train import data as corpora
+from draftproof.train.api import Watch, train
+from draftproof.train.config import PausedError, Plan
+from draftproof.train.evaluate import OVERALL, held_out, tallies
+from draftproof.train.trainer import new_head
 from models.tiny_tokenizers import byte_level
-from train.pupils import Ticks, pupil
+from train.tiny_target import Ticks, pupil
 
 SMALL = {"length": 64, "batch": 8, "depth": 3, "vocab": 200, "learning_rate": 0.02}
 

@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 
-from draftproof.train.budget import Budget, PausedError
-from draftproof.train.plan import Plan, workplace
-from draftproof.train.student import LEAST_RATE, SINGLE, WARM, rate
+from draftproof.train.config import Budget, PausedError, Plan, workplace
+from draftproof.train.trainer import LEAST_RATE, SINGLE, WARM, rate
 
 
 class Clock:

@@ -6,16 +6,15 @@ import json
 import pytest
 import torch
 
-from draftproof.models.headfile import load as load_head
-from draftproof.models.headfile import save
-from draftproof.models.tapped import shape_for
-from draftproof.models.wheel import sha256
-from draftproof.train.budget import PausedError
-from draftproof.train.origin import origin
-from draftproof.train.plan import Plan
-from draftproof.train.student import Head
-from draftproof.train.train import Watch, train
-from train.pupils import Ticks, pupil
+from draftproof.models.bundled.download import sha256
+from draftproof.models.head.file import load as load_head
+from draftproof.models.head.file import save
+from draftproof.models.head.network import Head
+from draftproof.models.head.taps import shape_for
+from draftproof.train.api import Watch, train
+from draftproof.train.config import PausedError, Plan
+from draftproof.train.trainer import origin
+from train.tiny_target import Ticks, pupil
 
 SMALL = {"length": 64, "batch": 8, "depth": 3, "vocab": 200, "device": "cpu", "counts": False}
 NOISE = 0.03

@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftproof.train import corpus as corpora
-from draftproof.train.budget import Budget, PausedError
-from draftproof.train.corpus import corpus, frequent, kept
-from draftproof.train.in_loop import held_out
-from draftproof.train.lockstep import Texts
-from draftproof.train.plan import Plan, workplace
-from draftproof.train.seeds import TEMPERATURES, every_subject, starts
-from draftproof.train.turns import turns_of
+from draftproof.train import data as corpora
+from draftproof.train.config import Budget, PausedError, Plan, workplace
+from draftproof.train.data import TEMPERATURES, corpus, every_subject, frequent, kept, starts, turns_of
+from draftproof.train.evaluate import held_out
+from draftproof.train.generate import Texts
 from models.tiny_tokenizers import byte_fallback, byte_level
-from train.pupils import Ticks, pupil
+from train.tiny_target import Ticks, pupil
 
 
 def place_in(folder: Path, **options):

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftproof.core.sampling import Sampling
+from draftproof.core.sampling import SamplingParams
 from draftproof.engine.load import load
-from draftproof.train import in_loop
-from draftproof.train.in_loop import OVERALL, held_out, tallies
-from train.pupils import Ticks, save_pupil
+from draftproof.train import evaluate as in_loop
+from draftproof.train.evaluate import OVERALL, held_out, tallies
+from train.tiny_target import Ticks, save_pupil
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def short_prompts(count):
 def test_tokens_and_passes_are_those_of_the_engine(engine, sampling):
     prompts = short_prompts(10)
     found = tallies(engine, prompts, sampling, max_tokens=12, seed=5)
-    samplings = [Sampling(**sampling, seed=5 + n) for n in range(10)]
+    samplings = [SamplingParams(**sampling, seed=5 + n) for n in range(10)]
     outputs = engine.generate([prompt.text for prompt in prompts], samplings, max_tokens=12)
     assert found[OVERALL].texts == 10
     assert found[OVERALL].tokens == sum(output.stats.emitted for output in outputs)

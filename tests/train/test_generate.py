@@ -5,12 +5,11 @@ import random
 import pytest
 import torch
 
-from draftproof.train.lockstep import Start, converse, draw
-from draftproof.train.seeds import starts
-from draftproof.train.turns import turns_of
-from evidence import g_test
+from draftproof.train.data import starts, turns_of
+from draftproof.train.generate import Start, converse, draw
+from g_test import g_test
 from models.tiny_tokenizers import byte_level
-from train.pupils import pupil
+from train.tiny_target import pupil
 
 ALPHA = 1e-6
 
@@ -62,8 +61,8 @@ def test_the_clock_may_cut_all_texts_short():
 
 
 @pytest.mark.statistical
-def test_draws_follow_the_law():
-    """α = 1e-6; 40 000 draws see a bias of 0.02 in one token's share. The law of another temperature must fail."""
+def test_draws_follow_the_distribution():
+    """α = 1e-6; 40 000 draws see a bias of 0.02 in one token's share. The distribution of another temperature must fail."""
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0]).expand(40_000, 5)
     made = draw(logits, torch.ones(40_000), torch.Generator().manual_seed(3))
     seen = torch.bincount(made, minlength=5).double()

@@ -14,7 +14,7 @@ BLENDS = [0.0, 0.4, 1.0]
 KERNELS = Path(__file__).parent.parent / "kernels"
 
 
-def law_of(numbers, rows, width, dtype=torch.float64, spread=1.0):
+def distribution_of(numbers, rows, width, dtype=torch.float64, spread=1.0):
     """Scores of the first tokens, and the log-sum-exp of a few more: some mass is out of reach."""
     every = spread * torch.randn(rows, width + 3, dtype=dtype, generator=numbers)
     return every[:, :width].contiguous(), every.logsumexp(-1)
@@ -24,7 +24,7 @@ def law_of(numbers, rows, width, dtype=torch.float64, spread=1.0):
 def test_the_slope_is_that_of_the_loss(blend):
     numbers = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 9, dtype=torch.float64, generator=numbers, requires_grad=True)
-    scores, lse = law_of(numbers, 6, 9)
+    scores, lse = distribution_of(numbers, 6, 9)
     p = (scores - lse[:, None]).exp()
     overlap = torch.minimum(p, logits.softmax(-1)).sum(-1)
     wanted = (1 - blend) * -(p * logits.log_softmax(-1)).sum(-1) - blend * overlap.log()
@@ -39,7 +39,7 @@ def test_chunks_add_up_to_the_mean():
     numbers = torch.Generator().manual_seed(2)
     states = torch.randn(CHUNK + 50, 8, generator=numbers, requires_grad=True)
     rows = torch.randn(5, 8, generator=numbers)
-    scores, lse = law_of(numbers, CHUNK + 50, 5, torch.float32)
+    scores, lse = distribution_of(numbers, CHUNK + 50, 5, torch.float32)
     loss, _ = distance(states, rows, scores, lse, 0.0)
     loss.backward()
     got, states.grad = states.grad, None
@@ -55,7 +55,7 @@ def compared():
     triton = pytest.importorskip("triton")
     if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
         pytest.skip("no GPU, and Triton was imported without TRITON_INTERPRET=1")
-    from draftproof.train.slope import compared
+    from draftproof.train.loss_kernel import compared
 
     return compared
 
@@ -63,12 +63,12 @@ def compared():
 @pytest.mark.parametrize("blend", BLENDS)
 @pytest.mark.parametrize(("width", "spread"), [(5, 1.0), (1000, 3.0), (2048, 12.0)])
 def test_the_kernel_is_its_twin(compared, blend, width, spread):
-    """Laws that hardly meet are among them: there the slope is limited."""
+    """Distributions that hardly meet are among them: there the slope is limited."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     numbers = torch.Generator().manual_seed(3)
     logits = (spread * torch.randn(7, width, generator=numbers)).to(device)
-    scores, lse = (part.to(device) for part in law_of(numbers, 7, width, torch.float32, spread))
-    scores[0], logits[1] = logits[0], scores[1]  # equal laws but for what is out of reach
+    scores, lse = (part.to(device) for part in distribution_of(numbers, 7, width, torch.float32, spread))
+    scores[0], logits[1] = logits[0], scores[1]  # equal distributions but for what is out of reach
     wanted = of_logits(logits.clone(), scores, lse, blend)
     for got, its in zip(compared(logits.clone(), scores, lse, blend), wanted, strict=True):
         torch.testing.assert_close(got, its, rtol=1e-5, atol=5e-6)
@@ -79,7 +79,7 @@ def test_in_half_precision_only_the_slope_is_rounded(compared):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     numbers = torch.Generator().manual_seed(4)
     logits = (2 * torch.randn(3, 300, generator=numbers)).to(device, torch.bfloat16)
-    scores, lse = law_of(numbers, 3, 300, torch.float32, 2.0)
+    scores, lse = distribution_of(numbers, 3, 300, torch.float32, 2.0)
     scores, lse = scores.to(device, torch.bfloat16), lse.to(device)
     loss, overlap, slope = of_logits(logits.clone(), scores, lse, 0.4)
     got = compared(logits, scores, lse, 0.4)

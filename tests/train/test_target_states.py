@@ -6,10 +6,9 @@ import pytest
 import torch
 import transformers as tf
 
-from draftproof.train.lockstep import Texts
-from draftproof.train.notes import Notes
-from draftproof.train.teacher import Teacher
-from train.pupils import pupil
+from draftproof.train.generate import Texts
+from draftproof.train.target import Notes, TargetSignals
+from train.tiny_target import pupil
 
 IDS = torch.tensor([7, 3, 200, 11, 50])
 ROWS, LENGTH = 12, 20
@@ -21,7 +20,7 @@ def texts():
     return Texts(tokens, torch.rand(ROWS, LENGTH, generator=numbers) < 0.5)
 
 
-class Counted(Teacher):
+class Counted(TargetSignals):
     """Counts the texts that it is asked to read."""
 
     read = 0
@@ -31,14 +30,14 @@ class Counted(Teacher):
         return super().taught(texts)
 
 
-def law(lesson):
+def dist(lesson):
     return (lesson.scores - lesson.lse[:, None]).exp()
 
 
 def assert_same(lesson, wanted):
     for name in ("embedded", "at", "best"):
         assert torch.equal(getattr(lesson, name), getattr(wanted, name)), name
-    torch.testing.assert_close(law(lesson), law(wanted), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dist(lesson), dist(wanted), rtol=1e-5, atol=1e-6)
     for got, its in zip(lesson.states, wanted.states, strict=True):
         torch.testing.assert_close(got, its, rtol=1e-5, atol=1e-5)
 
@@ -66,7 +65,7 @@ def test_a_text_is_read_once_if_there_is_room_and_the_lesson_is_the_same(room):
 
 def test_lessons_are_those_of_the_texts_that_were_asked_for():
     """A control: another text's notes would not pass for this one's."""
-    some, teacher = texts(), Teacher(pupil(), (1, 3), IDS)
+    some, teacher = texts(), TargetSignals(pupil(), (1, 3), IDS)
     notes = Notes(teacher, some, bytes_of(ROWS))
     for rows in torch.arange(ROWS).split(4):
         notes.lesson(rows, 0)
@@ -99,9 +98,9 @@ def biased():
 
 
 @pytest.mark.parametrize("make", [capped, scaled, biased])
-def test_a_target_whose_states_do_not_tell_its_law_is_asked_each_time(make):
+def test_a_target_whose_states_do_not_tell_its_distribution_is_asked_each_time(make):
     model, some = make(), texts()
-    teacher = Teacher(model, (1, 3), IDS)
+    teacher = TargetSignals(model, (1, 3), IDS)
     assert not teacher.tells
     notes = Notes(teacher, some, bytes_of(ROWS))
     rows = torch.arange(4)
@@ -110,24 +109,24 @@ def test_a_target_whose_states_do_not_tell_its_law_is_asked_each_time(make):
     for _ in range(2):
         lesson = notes.lesson(rows, 2)
         at = lesson.at + 2 * (lesson.at // (LENGTH - 2)) + 1
-        torch.testing.assert_close(law(lesson), logits.flatten(0, 1)[at].softmax(-1)[:, IDS], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(dist(lesson), logits.flatten(0, 1)[at].softmax(-1)[:, IDS], rtol=1e-5, atol=1e-6)
     assert notes.remembered == 0
 
 
 def test_a_cap_that_only_likely_tokens_feel_is_felt():
-    """Most logits are as they were; the largest, which make the law, are not."""
+    """Most logits are as they were; the largest, which make the distribution, are not."""
     model = capped(30.0)
     with torch.no_grad():
         model.lm_head.weight *= 5 / model(torch.arange(64).view(4, 16)).logits.std()
-    assert not Teacher(model, (1, 3), torch.arange(320)).tells
+    assert not TargetSignals(model, (1, 3), torch.arange(320)).tells
     model.config.final_logit_softcapping = None
-    assert Teacher(model, (1, 3), torch.arange(320)).tells
+    assert TargetSignals(model, (1, 3), torch.arange(320)).tells
 
 
-def test_a_tap_before_the_end_does_not_tell_the_law():
-    assert not Teacher(pupil(), (1, 2), IDS).tells
-    assert Teacher(pupil(), (1, 3), IDS).tells
+def test_a_tap_before_the_end_does_not_tell_the_distribution():
+    assert not TargetSignals(pupil(), (1, 2), IDS).tells
+    assert TargetSignals(pupil(), (1, 3), IDS).tells
 
 
 def test_half_precision_still_tells():
-    assert Teacher(copy.deepcopy(pupil()).to(torch.bfloat16), (1, 3), torch.arange(300)).tells
+    assert TargetSignals(copy.deepcopy(pupil()).to(torch.bfloat16), (1, 3), torch.arange(300)).tells

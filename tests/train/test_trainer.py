@@ -6,20 +6,19 @@ from itertools import islice
 import pytest
 import torch
 
-from draftproof.models.head import Head, HeadShape
-from draftproof.models.tapped import shape_for
-from draftproof.train.lockstep import Texts
+from draftproof.models.head.network import Head, HeadShape
+from draftproof.models.head.taps import shape_for
+from draftproof.train.generate import Texts
 from draftproof.train.report import step_ms
-from draftproof.train.student import MEMORY, Course, Marks, Student, memory, needs, new_head
-from draftproof.train.study import batches
-from draftproof.train.teacher import Teacher
+from draftproof.train.target import TargetSignals
+from draftproof.train.trainer import MEMORY, Course, Marks, Student, batches, memory, needs, new_head
 from draftproof.train.unroll import unroll
-from train.pupils import pupil
+from train.tiny_target import pupil
 
 
 def taught(depth=2):
     model = pupil()
-    teacher = Teacher(model, shape_for(model).taps, torch.arange(100))
+    teacher = TargetSignals(model, shape_for(model).taps, torch.arange(100))
     numbers = torch.Generator().manual_seed(0)
     tokens = torch.randint(300, (4, 24), dtype=torch.int32, generator=numbers)
     lesson = teacher.lesson(Texts(tokens, torch.ones_like(tokens, dtype=torch.bool)), depth)

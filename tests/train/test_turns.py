@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from draftproof.train.turns import turns_of
+from draftproof.train.data import turns_of
 from models.tiny_tokenizers import byte_fallback, byte_level
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from draftproof.models.head import Head
-from draftproof.models.tapped import embeddings, shape_for
+from draftproof.models.head.network import Head
+from draftproof.models.head.taps import embeddings, shape_for
 from draftproof.train.unroll import unroll
-from train.pupils import pupil
+from train.tiny_target import pupil
 
 N, DEPTH = 18, 4
 

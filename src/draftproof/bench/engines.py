@@ -1,15 +1,51 @@
 """transformers' own generation as contestants: plain, assisted by a draft model, and by prompt lookup."""
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 
-from draftproof.bench.measure import Said
-from draftproof.core.sampling import Sampling
+from draftproof.bench.measure import PLAIN, Said
+from draftproof.core.sampling import SamplingParams
+from draftproof.engine.engine import Engine
+from draftproof.engine.load import load
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """An engine. The time to its first token is that of the first round, the prompt counted."""
+
+    name: str
+    engine: Engine
+
+    def __call__(self, tokens: list[int], max_tokens: int, sampling: SamplingParams) -> Said:
+        start, first, said = time.perf_counter(), None, list[int]()
+        if sampling.temperature == 0:
+            sampling = replace(sampling, seed=None)  # a seed would keep the pace from following measured costs
+        stats = None
+        for chunk in self.engine.stream(tokens, sampling, max_tokens=max_tokens):
+            first = time.perf_counter() - start if first is None else first
+            said += chunk.tokens
+            stats = chunk.stats
+        if stats is None:
+            return Said(said, first)
+        return Said(said, first, stats.rounds, stats.drafts, stats.drafted, stats.accepted)
+
+
+def ours(
+    plain: Engine, drafters: Sequence[tuple[str, Any]], rules: Sequence[str], draft_length: int | str
+) -> list[Ours]:
+    """Plain decoding, then every drafter (its name, and what `load` takes) under every rule, around one target."""
+    made = [Ours(PLAIN, plain)]
+    for name, drafter in drafters:
+        for rule in rules:
+            engine = load(plain.hf, drafter, rule=rule, num_draft_tokens=draft_length, tokenizer=plain.tokenizer)
+            made.append(Ours(name if len(rules) == 1 else f"{name}/{rule}", engine))
+    return made
+
 
 LOOKUP: Final = 10
 """Tokens that prompt lookup copies: the number of transformers' own documentation."""
@@ -41,7 +77,7 @@ class Transformers:
     eos: Collection[int]
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, tokens: list[int], max_tokens: int, sampling: Sampling) -> Said:
+    def __call__(self, tokens: list[int], max_tokens: int, sampling: SamplingParams) -> Said:
         ids = torch.tensor([tokens], device=self.model.device)
         streamer = FirstToken(time.perf_counter())
         with torch.random.fork_rng(), _passes(self.model) as passes:
@@ -75,8 +111,8 @@ def hosts(model: Any, eos: Collection[int], draft_model: Any | None, draft_lengt
     return made
 
 
-def _sampling(sampling: Sampling) -> dict[str, Any]:
-    """The same law by transformers' names; what is off there must be said, for models bring settings of their own."""
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """The same distribution by transformers' names; what is off there must be said, for models bring settings of their own."""
     if sampling.temperature == 0:
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     return {

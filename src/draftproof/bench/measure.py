@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
 from draftproof.bench.prompts import Prompt
-from draftproof.core.sampling import Sampling
+from draftproof.core.sampling import SamplingParams
 
 PLAIN: Final = "plain"
 """The name of the contestant that all are measured against: this library's engine without a drafter."""
@@ -33,7 +33,7 @@ class Contestant(Protocol):
     @property
     def name(self) -> str: ...
 
-    def __call__(self, tokens: list[int], max_tokens: int, sampling: Sampling) -> Said: ...
+    def __call__(self, tokens: list[int], max_tokens: int, sampling: SamplingParams) -> Said: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def measured(plan: Plan) -> Iterator[Run]:
     """The runs as they are made. Who begins changes from prompt to prompt."""
     tokens = plan.encode(plan.prompts[0].prompt)
     for contestant in plan.contestants:
-        contestant(tokens, WARM_UP, Sampling(**plan.sampling, seed=0))
+        contestant(tokens, WARM_UP, SamplingParams(**plan.sampling, seed=0))
     for turn, prompt in enumerate(plan.prompts):
         tokens = plan.encode(prompt.prompt)
         for repeat in range(plan.repeats):
@@ -84,7 +84,7 @@ def measured(plan: Plan) -> Iterator[Run]:
 
 
 def _run(contestant: Contestant, prompt: Prompt, tokens: list[int], repeat: int, plan: Plan) -> Run:
-    sampling = Sampling(**plan.sampling, seed=repeat)
+    sampling = SamplingParams(**plan.sampling, seed=repeat)
     start = time.perf_counter()
     said = contestant(tokens, plan.max_tokens, sampling)
     seconds = time.perf_counter() - start

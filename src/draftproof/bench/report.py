@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, quantiles
+
+from rich.table import Table
 
 from draftproof.bench.measure import PLAIN, Run
 
@@ -89,3 +92,104 @@ def _acceptance_length(runs: list[Run]) -> float | None:
 def _tokens_per_pass(runs: list[Run]) -> float | None:
     passes = sum(run.passes or 0 for run in runs)
     return sum(run.tokens for run in runs) / passes if passes else None
+
+
+COLUMNS = ("", "tokens/s", "speedup", "(quartiles)", "acc. length", "tokens/pass", "first token", "same text")
+
+
+def table(runs: Sequence[Run], greedy: bool) -> Table:
+    """All prompts, then kind by kind. `greedy`: only then is a different text a surprise."""
+    shown = _empty(COLUMNS if greedy else COLUMNS[:-1])
+    kinds = kinds_of(runs)
+    for kind in (None, *(kinds if len(kinds) > 1 else ())):
+        figures = summarise(runs, kind)
+        prompts = max((f.prompts for f in figures), default=0)
+        shown.add_row(f"[bold]{kind or 'all prompts'}[/bold] ({prompts})")
+        for one in figures:
+            shown.add_row(*_cells(one)[: len(shown.columns)])
+        shown.add_section()
+    return shown
+
+
+def comparison(before: Sequence[Run], after: Sequence[Run]) -> Table:
+    """The contestants that two files share: how their speed changed, prompt by prompt."""
+    shown = _empty(("", "tokens/s before", "after", "change", "(quartiles)", "prompts"))
+    one, other = ({f.contestant: f for f in summarise(runs)} for runs in (before, after))
+    for name in one:
+        if name not in other:
+            continue
+        changes = ratios(
+            rates(r for r in after if r.contestant == name), rates(r for r in before if r.contestant == name)
+        )
+        middle, quartiles = _spread(Spread.of(changes))
+        speeds = (f"{one[name].tokens_per_second:.1f}", f"{other[name].tokens_per_second:.1f}")
+        shown.add_row(name, *speeds, middle, quartiles, str(len(changes)))
+    return shown
+
+
+def _empty(columns: Sequence[str]) -> Table:
+    made = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    for column in columns:
+        made.add_column(column, justify="right" if column else "left", no_wrap=True)
+    return made
+
+
+def _cells(figures: Figures) -> list[str]:
+    middle, quartiles = _spread(figures.speedup)
+    return [
+        f"  {figures.contestant}",
+        f"{figures.tokens_per_second:.1f}",
+        middle,
+        quartiles,
+        _number(figures.acceptance_length),
+        _number(figures.tokens_per_pass),
+        "–" if figures.first_token is None else f"{figures.first_token:.2f} s",
+        f"{figures.same}/{figures.prompts}",
+    ]
+
+
+def _spread(spread: Spread | None) -> tuple[str, str]:
+    if spread is None:
+        return "–", ""
+    return f"{spread.middle:.2f}×", f"({spread.low:.2f}–{spread.high:.2f})"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+INKS = ("#2b5fd9", "#0b7a5b", "#d9771a", "#6a3fb5", "#c02f3f", "#5d6573", "#0d8ca8", "#a8871a")
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """A group of bars a kind, a bar a contestant, quartiles as whiskers; 1 is plain decoding."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a plot needs matplotlib: pip install 'draftproof[bench]'") from None
+
+    kinds = kinds_of(runs)
+    groups = {kind: {f.contestant: f for f in summarise(runs, kind)} for kind in kinds}
+    names = [f.contestant for f in summarise(runs) if f.contestant != PLAIN]
+    figure = Figure(figsize=(max(6.0, 1.7 * len(kinds) + 2), 4.2), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / max(1, len(names))
+    for n, name in enumerate(names):
+        found = [(i, groups[kind].get(name)) for i, kind in enumerate(kinds)]
+        bars = [(i - 0.4 + (n + 0.5) * width, f) for i, f in found if f is not None and f.speedup is not None]
+        _bars(axes, bars, width * 0.92, name, INKS[n % len(INKS)])
+    axes.axhline(1, color="#1d2129", linewidth=1)
+    axes.set_xticks(range(len(kinds)), kinds)
+    axes.set_ylabel("speedup over plain decoding")
+    axes.spines[["top", "right"]].set_visible(False)
+    if names:
+        axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    figure.savefig(path, dpi=150)
+
+
+def _bars(axes: "object", bars: list[tuple[float, Figures]], width: float, name: str, ink: str) -> None:
+    spreads = [figures.speedup for _, figures in bars if figures.speedup is not None]
+    middle = [s.middle for s in spreads]
+    whiskers = [[s.middle - s.low for s in spreads], [s.high - s.middle for s in spreads]]
+    places = [x for x, _ in bars]
+    axes.bar(places, middle, width, yerr=whiskers, label=name, color=ink, ecolor="#5d6573", capsize=2)  # type: ignore[attr-defined]

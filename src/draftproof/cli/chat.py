@@ -1,11 +1,29 @@
 """`draftproof chat`: a conversation in the terminal, with the engine's settings at hand."""
 
+import json
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
+from draftproof.cli import compare as contest
+from draftproof.cli.console import screen
+from draftproof.cli.engines import Engines
+from draftproof.cli.generate import Answer, in_words, streamed
+from draftproof.cli.main import in_one_line
 from draftproof.cli.options import Choice, engine_options, max_tokens_option, sampling_options
+from draftproof.cli.slash import COMMANDS, LeaveChat, obey
+from draftproof.core.types import InexactError
+from draftproof.drafters.registry import meant
+from draftproof.explain.explanation import label
+from draftproof.explain.recorder import Recorder
+from draftproof.explain.terminal import legend, ribbon
 
 HELP = """Talk to a model, and switch drafter, rule and sampling while you do.
 
@@ -31,8 +49,177 @@ Once inside:
 @max_tokens_option(256)
 @click.option("--load", "saved", type=click.Path(exists=True, path_type=Path), help="Go on with a saved conversation.")
 def chat(choice: Choice, sampling: dict[str, Any], max_tokens: int, saved: Path | None) -> None:
-    from draftproof.cli.conversation import Conversation, Settings, restored
-    from draftproof.cli.talk import talk
 
     conversation = Conversation(Settings(choice, sampling, max_tokens)) if saved is None else restored(saved)
     talk(conversation)
+
+
+Message = dict[str, str]
+
+
+@dataclass(slots=True)
+class Settings:
+    """How answers are made and shown."""
+
+    choice: Choice
+    sampling: dict[str, Any]
+    max_tokens: int
+    compare: bool = False
+    rounds: bool = False
+
+
+@dataclass(slots=True)
+class Conversation:
+    settings: Settings
+    messages: list[Message] = field(default_factory=list)
+    engines: Engines = field(default_factory=Engines)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**self.settings.sampling, "max_tokens": self.settings.max_tokens}
+
+    def prompt(self, text: str) -> Any:
+        """The text behind what was said so far. A model without a chat template continues it, alone."""
+        tokenizer = self.engines.of(self.settings.choice).tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            return text
+        return [*self.messages, {"role": "user", "content": text}]
+
+    def say(self, text: str, into: Answer, recorder: Recorder | None = None) -> Generator[str, None, None]:
+        """The answer as it comes. What was said until then stays in the conversation, also after an interrupt."""
+        engine = self.engines.of(self.settings.choice, recorder)
+        try:
+            yield from streamed(engine, self.prompt(text), self.options, into)
+        finally:
+            self.note(text, into.text)
+
+    def note(self, text: str, answer: str) -> None:
+        """Remember a turn. An answer of nothing is none: most templates want turns to alternate."""
+        if answer:
+            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    @property
+    def last_prompt(self) -> str | None:
+        return next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), None)
+
+    def save(self, path: Path) -> None:
+        kept = {"settings": asdict(self.settings), "messages": self.messages}
+        path.write_text(json.dumps(kept, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def restored(path: Path) -> Conversation:
+    """A conversation as `save` wrote it."""
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        settings = dict(kept["settings"])
+        choice = Choice(**settings.pop("choice"))
+        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in kept["messages"]]
+        return Conversation(Settings(choice, **settings), messages)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a conversation that /save wrote ({type(error).__name__}: {error})") from None
+
+
+def talk(conversation: Conversation) -> None:
+    """Until Ctrl-D, /quit or the end of the input."""
+    console = screen()
+    conversation.engines.of(conversation.settings.choice)
+    console.print(
+        f"{conversation.settings.choice} · /help lists what you can change, Ctrl-D leaves", style="bright_black"
+    )
+    for line in _lines(conversation):
+        try:
+            _answer(console, conversation, line)
+        except LeaveChat:
+            return
+        except KeyboardInterrupt:
+            console.print("\n(stopped)", style="bright_black")
+        except (ValueError, RuntimeError, OSError, InexactError) as error:
+            console.print(in_one_line(error), style="red", markup=False)
+
+
+def _answer(console: Console, conversation: Conversation, line: str) -> None:
+    if line.startswith("/"):
+        console.print(obey(conversation, line), style="cyan", markup=False, soft_wrap=True)
+    elif conversation.settings.compare:
+        _compared(console, conversation, line)
+    else:
+        _spoken(console, conversation, line)
+
+
+def _compared(console: Console, conversation: Conversation, line: str) -> None:
+    choice = conversation.settings.choice
+    hf = conversation.engines.of(choice).hf
+    ways = contest.contestants(choice, hf)
+    prompt = conversation.prompt(line)
+    answers = contest.run(console, conversation.engines, ways, prompt, conversation.options)
+    chosen = "plain" if choice.drafter is None else meant(choice.drafter, hf)
+    conversation.note(line, answers[chosen].text)
+
+
+def _spoken(console: Console, conversation: Conversation, line: str) -> None:
+    settings, made = conversation.settings, Answer()
+    recorder = Recorder(settings.choice.rule) if settings.rounds and settings.choice.drafter is not None else None
+    try:
+        with closing(conversation.say(line, made, recorder)) as pieces:
+            for piece in pieces:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    finally:
+        console.print()
+        if made.tokens:
+            console.print(in_words(made), style="bright_black", soft_wrap=True)
+    if recorder is not None:
+        _show_rounds(console, conversation, recorder)
+
+
+def _show_rounds(console: Console, conversation: Conversation, recorder: Recorder) -> None:
+    tokenizer = conversation.engines.of(conversation.settings.choice).tokenizer
+    if tokenizer is None:
+        return
+    console.print(legend())
+    for number, round_ in enumerate(recorder.rounds, 1):
+        console.print(f"{number:>4}  ", ribbon(round_, partial(label, tokenizer)), sep="", soft_wrap=True)
+
+
+def _lines(conversation: Conversation) -> Iterator[str]:
+    """What the user enters; lines of stdin where that is no terminal."""
+    read = _prompting(conversation) if sys.stdin.isatty() else _reading
+    while True:
+        try:
+            line = read()
+        except KeyboardInterrupt:
+            continue  # Ctrl-C clears the line, as in a shell
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def _reading() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+def _prompting(conversation: Conversation) -> Callable[[], str]:
+    """Editing, history and completion."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory
+
+    from draftproof.models.bundled import folder
+
+    kept = folder().parent / "chat-history"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    words: Any = WordCompleter(list(COMMANDS), meta_dict={k: s.words for k, s in COMMANDS.items()}, sentence=True)
+    session: PromptSession[str] = PromptSession(
+        history=FileHistory(str(kept)), completer=words, complete_while_typing=True
+    )
+    return lambda: session.prompt("you › ", bottom_toolbar=lambda: _toolbar(conversation))
+
+
+def _toolbar(conversation: Conversation) -> str:
+    settings = conversation.settings
+    shown = [name for name, on in (("compare", settings.compare), ("rounds", settings.rounds)) if on]
+    return " · ".join([str(settings.choice), f"temperature {settings.sampling['temperature']:g}", *shown])

@@ -1,4 +1,4 @@
-"""One prompt, several ways, side by side: the same law each time, at different speeds."""
+"""One prompt, several ways, side by side: the same distribution each time, at different speeds."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -10,11 +10,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from draftproof.cli.console import waiting
 from draftproof.cli.engines import Engines
+from draftproof.cli.generate import Answer, streamed
 from draftproof.cli.options import Choice
-from draftproof.cli.streaming import Answer, streamed
-from draftproof.cli.waiting import waiting
-from draftproof.drafters.table import meant
+from draftproof.drafters.registry import meant
 
 
 def contestants(choice: Choice, hf: Any) -> dict[str, Choice]:

@@ -1,5 +1,6 @@
 """Tells on stderr what is being waited for, once it takes longer than anybody likes to wait in silence."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +8,17 @@ from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+PIPED_WIDTH: Final = 120
+"""Columns where nobody says how many there are."""
+
+
+def screen() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED_WIDTH
+    return console
+
 
 PATIENCE: Final = 2.0
 

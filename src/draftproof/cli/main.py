@@ -20,7 +20,7 @@ INTERRUPTED: Final = 130
 HELP: Final = """Lossless speculative decoding: the target's own distribution, in fewer of its passes.
 
 A cheap drafter guesses a few tokens; the target judges all of them in one pass, and keeps exactly as many as its own
-law allows. What is said does not change, only how fast.
+distribution allows. What is said does not change, only how fast.
 
 \b
 First steps:
@@ -104,11 +104,11 @@ def _advice(error: click.ClickException) -> str:
 def in_one_line(error: Exception) -> str:
     """What a user needs of an error. One that we did not foresee also says its kind and how to see more."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    if isinstance(error, (ValueError, RuntimeError, OSError, ImportError)) or type(error).__name__ == "Inexact":
+    if isinstance(error, (ValueError, RuntimeError, OSError, ImportError)) or type(error).__name__ == "InexactError":
         return said or type(error).__name__
     return f"{type(error).__name__}: {said} (run again with --debug to see where)"
 
 
 def status_of(error: Exception) -> int:
-    """2 for a request that cannot be served, 1 for one that failed. `Inexact` by name: importing it imports torch."""
-    return 2 if isinstance(error, ValueError) or type(error).__name__ == "Inexact" else 1
+    """2 for a request that cannot be served, 1 for one that failed. `InexactError` by name: importing it imports torch."""
+    return 2 if isinstance(error, ValueError) or type(error).__name__ == "InexactError" else 1

@@ -28,7 +28,7 @@ def models(ctx: click.Context, as_json: bool) -> None:
         return
     from rich.table import Table
 
-    from draftproof.cli.screen import screen
+    from draftproof.cli.console import screen
 
     table = Table(box=None, header_style="bright_black", padding=(0, 3, 0, 0))
     for column in ("model", "state", "size", "where"):

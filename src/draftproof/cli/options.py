@@ -110,7 +110,7 @@ def engine_options(
 
 
 def sampling_options(*, temperature: float = 0.7) -> Option:
-    """Gives a command `sampling`, the fields of a `Sampling`."""
+    """Gives a command `sampling`, the fields of a `SamplingParams`."""
     options: list[Option] = [
         click.option("--temperature", type=float, default=temperature, show_default=True, help="0 is greedy."),
         click.option("--top-k", type=int, help="Only the K most likely tokens."),

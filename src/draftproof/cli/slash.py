@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from draftproof.cli.conversation import Conversation, restored
+from draftproof.cli.chat import Conversation, restored
 from draftproof.cli.options import RULES, SAMPLING, Choice, draft_length, drafter_of
 from draftproof.explain.recorder import WATCHED, Recorder
 
@@ -71,7 +71,7 @@ def _draft_length(conversation: Conversation, argument: str) -> str:
 
 def _sampling(conversation: Conversation, argument: str) -> str:
     """Pairs such as temperature=0.8 top-p=0.95; "off" takes one back."""
-    from draftproof.core.sampling import Sampling
+    from draftproof.core.sampling import SamplingParams
 
     wanted = dict(conversation.settings.sampling)
     for pair in argument.split():
@@ -79,8 +79,8 @@ def _sampling(conversation: Conversation, argument: str) -> str:
         field = name.replace("-", "_")
         if field not in SAMPLING or not value:
             raise ValueError(f"{pair!r}: say /sampling temperature=0.8 top-p=0.95 (fields: {', '.join(SAMPLING)})")
-        wanted[field] = getattr(Sampling(), field) if value == "off" else _number(field, value)
-    Sampling(**wanted)  # refuses what is out of range
+        wanted[field] = getattr(SamplingParams(), field) if value == "off" else _number(field, value)
+    SamplingParams(**wanted)  # refuses what is out of range
     conversation.settings.sampling = wanted
     return "  ".join(f"{name.replace('_', '-')}={_shown(value)}" for name, value in wanted.items())
 

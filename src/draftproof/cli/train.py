@@ -4,6 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from draftproof.cli.console import screen
+from draftproof.train.api import Watch
+from draftproof.train.api import train as trained
+from draftproof.train.config import PausedError, Plan
+from draftproof.train.report import table
+from draftproof.train.trainer import Progress as Learnt
 
 HELP = """Train a head that drafts for a target: the target talks to itself, the head learns to guess what it says.
 
@@ -45,6 +54,44 @@ The folder then holds the head (head.safetensors, head.json), its figures (figur
 @click.option("--resume", is_flag=True, help="Go on with what lies in --out.")
 @click.option("--pause-after", type=float, metavar="MINUTES", help="Put the work aside then; --resume goes on.")
 def train(resume: bool, pause_after: float | None, **asked: Any) -> int:
-    from draftproof.cli import training
+    return run_training({k: v for k, v in asked.items() if v is not None}, resume, pause_after)
 
-    return training.train({k: v for k, v in asked.items() if v is not None}, resume, pause_after)
+
+def run_training(asked: dict[str, Any], resume: bool, pause_after: float | None) -> int:
+    """Train, show what came of it; the status to leave with."""
+    plan = Plan(**asked)
+    console = Console(stderr=True)
+    try:
+        with _bars(console) as bars:
+            figures = trained(plan, resume=resume, pause=pause_after and 60 * pause_after, watch=_watch(bars))
+    except PausedError as paused:
+        console.print(str(paused), markup=False)
+        return 0
+    out = screen()
+    if plan.counts:
+        out.print(f"Tokens for each pass of {plan.called}, drafts of 4 tokens:", markup=False)
+        out.print(table(figures["tokens_per_pass"]), markup=False)
+    out.print(f"{plan.out}: load(…, drafter='head:{plan.out}')", markup=False, soft_wrap=True)
+    return 0
+
+
+def _bars(console: Console) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def _watch(bars: Progress) -> Watch:
+    tasks = {}
+
+    def stage(name: str, share: float) -> None:
+        if name not in tasks:
+            tasks[name] = bars.add_task(name, total=1.0)
+        bars.update(tasks[name], completed=share)
+
+    def progress(now: Learnt) -> None:
+        stage("training", now.share)
+        accepted = " ".join(f"{value:.2f}" for value in now.accepted)
+        described = f"training: step {now.steps}, loss {now.loss:.3f}, accepted {accepted}"
+        bars.update(tasks["training"], description=described)
+
+    return Watch(stage, progress, lambda line: bars.console.print(line, markup=False))

@@ -1,1 +1,1 @@
-"""Probability: laws, sampling, noise. Knows torch, and nothing of models."""
+"""Probability: distributions, sampling, noise. Knows torch, and nothing of models."""

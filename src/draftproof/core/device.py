@@ -7,29 +7,32 @@ waits.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-
-def is_host(device: torch.device) -> bool:
-    """Whether looking at a tensor there costs nothing."""
-    return device.type == "cpu"
+HOST: Final = "cpu"
+"""The device type whose values can be read without a synchronisation. Tests replace it to run the GPU paths on a CPU."""
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
+def is_cpu(device: torch.device) -> bool:
+    """Tell whether reading a tensor there costs no synchronisation."""
+    return device.type == HOST
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
     """Let it be the current device meanwhile: kernels of our own are launched on that, wherever their tensors lie."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def sent(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """These numbers on the device. Small copies are taken down at once, so that nobody waits and nothing is lost."""
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
-class Fetch:
+class AsyncCopy:
     """A tensor on its way to the host. Reading it waits for what was asked of the device before it, and no longer."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A law over tokens, held as logits and a few numbers a row; and the facts about two laws that exactness rests on.
+"""A distribution over tokens, held as logits and a few numbers a row; and the facts about two distributions that exactness rests on.
 
 Temperature, top-k, top-p and min-p all come down to three numbers for each row, a scale, a cutoff and a normaliser:
 
@@ -16,14 +16,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core import host
-from draftproof.core.draw import chunk_sums, draw
-from draftproof.core.noise import Noise, Site
+from draftproof.core.device import is_cpu
+from draftproof.core.draw import chunk_sums, draw, race_weights
+from draftproof.core.rng import Philox, Purpose
 from draftproof.core.types import PAD
 
 
 @dataclass(frozen=True, slots=True)
-class Vocab:
+class DraftVocab:
     """A drafter's smaller vocabulary inside the target's: what is not in it has probability 0.
 
     `ids[r]` is the target's id of entry r; `entry[t]` is the entry of the target's token t, PAD where there is none.
@@ -33,7 +33,7 @@ class Vocab:
     entry: Int[Tensor, " V"]
 
     @classmethod
-    def of(cls, ids: Int[Tensor, " R"], V: int) -> "Vocab":
+    def of(cls, ids: Int[Tensor, " R"], V: int) -> "DraftVocab":
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= V):
             raise ValueError(f"draft_ids must lie in [0, {V}), the target's vocabulary; got up to {int(ids.max())}")
         if len(ids.unique()) != len(ids):
@@ -44,13 +44,13 @@ class Vocab:
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
-    """Laws of any number of rows, by reference to their logits.
+class Distribution:
+    """Distributions of any number of rows, by reference to their logits.
 
-    `point` is the one possible token of a greedy row, PAD elsewhere: temperature 0 is the limit law, a point mass on
-    the first argmax, and never an infinite scale. `lse` is NaN where a row is no law at all: NaN or +inf among its
+    `point` is the one possible token of a greedy row, PAD elsewhere: temperature 0 is the limit distribution, a point mass on
+    the first argmax, and never an infinite scale. `lse` is NaN where a row is no distribution at all: NaN or +inf among its
     logits, or nothing allowed. `scale` and `lse` are float64: log-probabilities are differences of large numbers.
-    `plain` says that no row has a cutoff or a point: who made the law knows, and nobody needs to look.
+    `plain` says that no row has a cutoff or a point: who made the distribution knows, and nobody needs to look.
     """
 
     logits: Float[Tensor, "*B R"]
@@ -58,12 +58,12 @@ class Law:
     cutoff: Float[Tensor, "*B"]
     lse: Float[Tensor, "*B"]
     point: Int[Tensor, "*B"]
-    vocab: Vocab | None = None
+    vocab: DraftVocab | None = None
     plain: bool = False
 
     @classmethod
-    def of(cls, probs: Float[Tensor, "*B V"]) -> "Law":
-        """The law with these probabilities, or with these weights normalised."""
+    def of(cls, probs: Float[Tensor, "*B V"]) -> "Distribution":
+        """The distribution with these probabilities, or with these weights normalised."""
         lse = probs.double().sum(-1).log()
         return cls(
             probs.log(),
@@ -78,26 +78,26 @@ class Law:
     def vocab_size(self) -> int:
         return self.logits.shape[-1] if self.vocab is None else len(self.vocab.entry)
 
-    def at(self, rows: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> "Law":
-        """The laws of N places out of [B, J], their logits copied."""
+    def at(self, rows: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> "Distribution":
+        """The distributions of N places out of [B, J], their logits copied."""
         if self.logits.is_contiguous():  # whole rows are copied several times faster so
             logits = self.logits.flatten(0, 1).index_select(0, rows * self.logits.shape[1] + positions)
         else:
             logits = self.logits[rows, positions]
         return self._part(logits, (rows, positions))
 
-    def head(self, K: int) -> "Law":
+    def head(self, K: int) -> "Distribution":
         """The first K positions out of [B, J], by reference."""
         return self._part(self.logits[:, :K], (slice(None), slice(K)))
 
     @property
-    def first(self) -> "Law":
-        """The first position out of [B, J], by reference: laws of shape [B]."""
+    def first(self) -> "Distribution":
+        """The first position out of [B, J], by reference: distributions of shape [B]."""
         return self._part(self.logits[:, 0], (slice(None), 0))
 
-    def _part(self, logits: Tensor, place: Any) -> "Law":
+    def _part(self, logits: Tensor, place: Any) -> "Distribution":
         numbers = [part[place] for part in (self.scale, self.cutoff, self.lse, self.point)]
-        return Law(logits, numbers[0], numbers[1], numbers[2], numbers[3], self.vocab, self.plain)
+        return Distribution(logits, numbers[0], numbers[1], numbers[2], numbers[3], self.vocab, self.plain)
 
     def log_prob(self, tokens: Int[Tensor, "*B"]) -> Float[Tensor, "*B"]:
         """log p(token), float64, −inf where impossible. A PAD is read as token 0: the caller masks what it padded."""
@@ -144,9 +144,9 @@ class Law:
     def weights_at(
         self, rows: Int[Tensor, " N"], positions: Int[Tensor, " N"]
     ) -> tuple[Float[Tensor, "N V"], Float[Tensor, " N"]]:
-        """Weights in proportion to the laws of N places out of [B, J], and the factors (about 1) that make them
+        """Weights in proportion to the distributions of N places out of [B, J], and the factors (about 1) that make them
         probabilities. A draw needs no factor, and spares a pass over the row."""
-        if self.logits.device.type == "cpu" and len(rows) <= FEW and self.vocab is None:
+        if self.logits.device.type == "cpu" and len(rows) <= ROW_BY_ROW and self.vocab is None:
             return self._few_weights(list(zip(rows.tolist(), positions.tolist(), strict=True)))
         place = self._part(self.logits[rows, positions], (rows, positions))
         weights, gain = powers(place.logits, place.scale, place.lse)
@@ -178,21 +178,21 @@ class Law:
         if self.vocab is not None:
             dense = dense.new_zeros(*dense.shape[:-1], self.vocab_size).index_copy_(-1, self.vocab.ids, dense)
         certain = None if self.plain else point != PAD
-        if certain is None or (host.is_host(dense.device) and not bool(certain.any())):
+        if certain is None or (is_cpu(dense.device) and not bool(certain.any())):
             return dense
         first = point.clamp_min(0)[..., None]
         dense.masked_fill_(certain[..., None], 0.0)
         return dense.scatter_(-1, first, torch.where(certain[..., None], 1.0, dense.gather(-1, first)))
 
-    def draw(self, noise: Noise, site: Site = Site.DRAFT, j: int = 0) -> Int[Tensor, " B"]:
-        """One token a row: the j-th draw of the round for this site. For laws of shape [B]."""
-        first, second = noise.pair(site, torch.zeros(1, dtype=torch.long, device=self.lse.device), j)
+    def draw(self, rng: Philox, purpose: Purpose = Purpose.DRAFT, j: int = 0) -> Int[Tensor, " B"]:
+        """One token a row: the j-th draw of the round for this site. For distributions of shape [B]."""
+        first, second = rng.pair(purpose, torch.zeros(1, dtype=torch.long, device=self.lse.device), j)
         return draw(self.probs(), first[:, 0], second[:, 0])
 
 
 LOG2_E = math.log2(math.e)
 
-FEW = 64
+ROW_BY_ROW = 64
 """Rows up to which each is worked on by itself, with numbers of its own: fewer passes over a large vocabulary."""
 
 
@@ -261,7 +261,7 @@ def total_variation(p: Float[Tensor, "*B V"], q: Float[Tensor, "*B V"]) -> Float
 
 
 def residual(p: Float[Tensor, "*B V"], q: Float[Tensor, "*B V"]) -> Float[Tensor, "*B V"]:
-    """The law of the token that takes a rejected one's place: norm(max(0, p − q)).
+    """The distribution of the token that takes a rejected one's place: norm(max(0, p − q)).
 
     Why it makes the output exact. A token x drawn from q is kept with probability min(1, p(x)/q(x)), so x leaves as a
     kept token with probability min(q(x), p(x)). Point by point,
@@ -280,3 +280,13 @@ def normalise(weights: Float[Tensor, "*B V"], otherwise: Float[Tensor, "*B V"]) 
     """weights / their sum; `otherwise` in the rows that have no mass."""
     mass = weights.sum(-1, keepdim=True)
     return torch.where(mass > 0, weights / mass.where(mass > 0, 1.0), otherwise)
+
+
+def race(dist: Distribution, rng: Philox) -> Int[Tensor, " B"]:
+    """The token that wins at each row's absolute position, `noise.starts`."""
+    return race_weights(dist.probs(), rng)
+
+
+def propose(dist: Distribution, rng: Philox, j: int) -> Int[Tensor, " B"]:
+    """A drafter's j-th token in each row: its own draw, or under `coupled` its own run of the target's race."""
+    return race(dist, rng.shifted(j)) if rng.shared else dist.draw(rng, Purpose.DRAFT, j)

@@ -5,7 +5,10 @@ in it. Two numbers of 53 bits reach any tail; one of 24 would leave most of a la
 that has the chunk sums from its pass over the logits needs to read one chunk more, not the row.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +16,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core import host
+from draftproof.core.device import is_cpu
+from draftproof.core.rng import Philox, Purpose
+from draftproof.core.types import PAD
 
 CHUNK = 512
 """Tokens in a chunk. Part of the contract: another size would give other tokens for the same noise."""
 
-FEW = 64
+ROW_BY_ROW = 64
 """Rows on the host up to which each is looked into by itself."""
 
 Row = npt.NDArray[Any]
@@ -26,7 +31,7 @@ Row = npt.NDArray[Any]
 
 def draw(weights: Float[Tensor, "B V"], first: Float[Tensor, " B"], second: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
     """One token a row, with probability proportional to its weight; never one of weight 0."""
-    if host.is_host(weights.device) and len(weights) <= FEW and weights.dtype in (torch.float32, torch.float64):
+    if is_cpu(weights.device) and len(weights) <= ROW_BY_ROW and weights.dtype in (torch.float32, torch.float64):
         numbers = first.tolist(), second.tolist()
         rows = zip(weights.numpy(), chunk_sums(weights).numpy(), *numbers, strict=True)
         return torch.tensor([pick(*row) for row in rows], dtype=torch.long)
@@ -75,3 +80,71 @@ def invert(weights: Float[Tensor, "*B C"], uniform: Float[Tensor, "*B N"]) -> In
     last = (running < total).sum(-1, keepdim=True)
     found = torch.searchsorted(running, uniform * total, right=True)
     return found.minimum(last)
+
+
+TRIALS: Final = 64
+"""Trials of thinning before the residual is summed in full. Part of the contract: so is the lane behind them."""
+
+AT_ONCE: Final = (0, 4, 16, 32, TRIALS)
+"""Trials are made side by side, from one of these borders to the next. Which one stands does not depend on it."""
+
+
+def close(weights: Float[Tensor, "N V"], rng: Philox, lane: int = 0) -> Int[Tensor, " N"]:
+    """A draw in proportion to `weights` with the round's closing noise."""
+    first, second = rng.pair(Purpose.CLOSE, torch.full((1,), lane, device=weights.device))
+    return draw(weights, first[:, 0], second[:, 0])
+
+
+def thin(
+    p: Float[Tensor, "N V"],
+    gain: Float[Tensor, " N"],
+    q_of: Callable[[Int[Tensor, " M"], Int[Tensor, "M L"]], Float[Tensor, "M L"]],
+    rng: Philox,
+) -> Int[Tensor, " N"]:
+    """A draw from norm(max(0, p − q)) that never looks at most of q; PAD where all trials failed.
+
+    Draw x from p and let it stand with probability max(0, 1 − q(x)/p(x)); the first that stands has that distribution. A trial
+    stands with probability TV(p, q), so trials fail together only where p and q nearly agree. The distribution is p · gain
+    (`Distribution.weights_at`); `q_of(rows, tokens)` gives q of several tokens in some of the rows.
+    """
+    found = torch.full((len(p),), PAD, dtype=torch.long, device=p.device)
+    rows = torch.arange(len(p), device=p.device)
+    sums = chunk_sums(p)
+    for start, stop in pairwise(AT_ONCE):
+        first, second, coin = _numbers(rng, start, stop)
+        chunk = invert(sums, first)
+        inside = chunk_weights(p, chunk)
+        offset = invert(inside, second[..., None])
+        x, p_x = chunk * CHUNK + offset[..., 0], inside.gather(-1, offset)[..., 0] * gain[:, None]
+        stands = coin * p_x < p_x - q_of(rows, x)
+        standing = stands.any(-1)
+        found[rows] = torch.where(standing, x.gather(-1, stands.int().argmax(-1, keepdim=True))[:, 0], PAD)
+        if bool(standing.all()):
+            break
+        left = (~standing).nonzero()[:, 0]
+        p, gain, sums, rng, rows = p[left], gain[left], sums[left], rng.take(left), rows[left]
+    return found
+
+
+def _numbers(rng: Philox, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Two numbers for the draw of each of these trials and a coin on whether it stands, had in one go."""
+    n = stop - start
+    both = rng.pairs(*_addresses(start, stop, rng.seeds.device))
+    return both[0, :, :n], both[1, :, :n], both[0, :, n:]
+
+
+@cache
+def _addresses(start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sites and lanes: the draws' first, then the coins'."""
+    lanes = torch.arange(start, stop, device=device)
+    return torch.tensor([Purpose.CLOSE, Purpose.THIN], device=device).repeat_interleave(len(lanes)), lanes.repeat(2)
+
+
+def race_weights(weights: Float[Tensor, "B V"], rng: Philox) -> Int[Tensor, " B"]:
+    sums = chunk_sums(weights)
+    chunks = torch.arange(sums.shape[-1], device=sums.device)
+    chunk = (sums / rng.exponential(Purpose.POSITION, chunks, 0)).argmax(-1, keepdim=True)
+    inside = chunk_weights(weights, chunk)[:, 0]
+    tokens = chunk * CHUNK + torch.arange(inside.shape[-1], device=sums.device)
+    first = (inside / rng.exponential(Purpose.POSITION, tokens, 1)).argmax(-1, keepdim=True)
+    return tokens.gather(-1, first)[:, 0]

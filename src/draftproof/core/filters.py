@@ -1,27 +1,27 @@
-"""Temperature, top-k, top-p and min-p, as the numbers of a law: scale, cutoff, log-sum-exp, point."""
+"""Temperature, top-k, top-p and min-p, as the numbers of a distribution: scale, cutoff, log-sum-exp, point."""
 
 import math
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core import host
-from draftproof.core.largest import argmax, largest
-from draftproof.core.law import log_sum_exp
+from draftproof.core.device import is_cpu
+from draftproof.core.distribution import log_sum_exp
 from draftproof.core.types import PAD
 
 WIDTHS = (64, 1024)
 """How many of the largest logits are sorted to find a nucleus before the whole row is: most need few."""
 
-Numbers = tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"], Int[Tensor, " N"]]
-Cut = tuple[Float[Tensor, " N"], Float[Tensor, " N"]]
+RowStats = tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"], Int[Tensor, " N"]]
+Cutoffs = tuple[Float[Tensor, " N"], Float[Tensor, " N"]]
 
 
-def settle(
+def filter_stats(
     logits: Float[Tensor, "N R"], temperature: int | float, top_k: int | None, top_p: int | float, min_p: int | float
-) -> Numbers:
-    """Scale, cutoff, log-sum-exp and point of each row. The log-sum-exp is NaN where a row is no law."""
+) -> RowStats:
+    """Scale, cutoff, log-sum-exp and point of each row. The log-sum-exp is NaN where a row is no distribution."""
     peak = logits.amax(-1)
     sound = torch.isfinite(peak)  # NaN and +inf show in the peak; −inf means that nothing is allowed
     scale = 1.0 / (temperature or 1.0)
@@ -41,7 +41,7 @@ def _cut(
     top_k: int | None,
     top_p: int | float,
     min_p: int | float,
-) -> Cut:
+) -> Cutoffs:
     R = logits.shape[-1]
     floor = (peak.double() + math.log(min_p) / scale).to(peak.dtype) if min_p > 0 else peak - math.inf
     if top_k is not None and top_k < R:
@@ -55,7 +55,7 @@ def _cut(
 def _ties(logits: Float[Tensor, "N R"], values: Float[Tensor, "N K"]) -> Int[Tensor, " N"]:
     """How many logits beyond the k largest equal the k-th; `values` are the k + 1 largest."""
     kth = values[:, -2]
-    if not host.is_host(values.device):  # to see whether there are any would be to wait
+    if not is_cpu(values.device):  # to see whether there are any would be to wait
         return (logits >= kth[:, None]).sum(-1) - (values.shape[-1] - 1)
     extra = torch.zeros(len(values), dtype=torch.long, device=values.device)
     tied = (kth == values[:, -1]).nonzero()[:, 0]
@@ -70,7 +70,7 @@ def _cut_sorted(
     scale: float,
     top_p: int | float,
     floor: Float[Tensor, " N"],
-) -> Cut:
+) -> Cutoffs:
     """Cutoff and log-sum-exp where `values`, falling, and `ties` more that equal the last are all there is."""
     weights = ((values - values[:, :1]).double() * scale).exp()
     beyond = ties * weights[:, -1]
@@ -96,10 +96,10 @@ def _nucleus(
     log_total: Float[Tensor, " N"],
     top_p: int | float,
     floor: Float[Tensor, " N"],
-) -> Cut:
+) -> Cutoffs:
     """top-p over whole rows; `log_total` is the log-sum-exp relative to the peak."""
     wanted = top_p * log_total.exp()
-    if not host.is_host(logits.device):  # to see whether a few are enough would be to wait: all are sorted
+    if not is_cpu(logits.device):  # to see whether a few are enough would be to wait: all are sorted
         _, cutoff, lse = _among(logits.sort(descending=True).values, scale, wanted, floor)
         return cutoff, lse
     R = logits.shape[-1]
@@ -125,3 +125,33 @@ def _among(
     cutoff = edge.maximum(floor)
     mass = weights.masked_fill(values < cutoff[:, None], 0.0).sum(-1)
     return edge, cutoff, scale * values[:, 0].double() + mass.log()
+
+
+FOLDS: Final = 32
+"""Numbers that are first compared with each other, so that only the best of them are sorted."""
+
+FOLD_BELOW: Final = 8
+"""Folding pays where at most one in this many of the columns can hold what is looked for."""
+
+
+def largest(logits: Float[Tensor, "N R"], k: int) -> Float[Tensor, "N K"]:
+    """The k largest of each row, falling.
+
+    Rows are folded to columns of FOLDS. The k columns with the largest maxima hold the k largest numbers: whatever lies
+    elsewhere is at most as large as each of those k maxima.
+    """
+    columns = logits.shape[-1] // FOLDS
+    if not is_cpu(logits.device) or FOLD_BELOW * k > columns:
+        return logits.topk(k).values
+    folded = logits[:, : FOLDS * columns].unflatten(-1, (FOLDS, columns))
+    best = folded.amax(1).topk(k, sorted=False).indices
+    some = folded.gather(2, best[:, None].expand(-1, FOLDS, -1)).flatten(1)
+    rest = logits[:, FOLDS * columns :]
+    return (some if rest.shape[-1] == 0 else torch.cat([some, rest], 1)).topk(k).values
+
+
+def argmax(logits: Float[Tensor, "N R"]) -> Int[Tensor, " N"]:
+    """The first of the largest in each row; where there is NaN, the first NaN."""
+    if not is_cpu(logits.device):
+        return logits.argmax(-1)
+    return torch.from_numpy(logits.detach().numpy().argmax(-1))

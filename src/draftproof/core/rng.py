@@ -19,7 +19,7 @@ MASK = 0xFFFFFFFF
 Words = npt.NDArray[np.uint32]
 
 
-class Site(IntEnum):
+class Purpose(IntEnum):
     """What a number is for. Two sites never share numbers: a number used twice is a bias."""
 
     DRAFT = 0  # the drafter draws its j-th token
@@ -30,7 +30,7 @@ class Site(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Noise:
+class Philox:
     """The randomness of one round: `seeds` of the requests, `starts` of the round.
 
     A number is addressed by (seed, start, site, j, lane) and has 53 bits: with 24 the tail of a large vocabulary is out
@@ -43,45 +43,45 @@ class Noise:
     seeds: Int[Tensor, " B"]
     starts: Int[Tensor, " B"]
     shared: bool = False
-    """Handed to a drafter under `coupled`: it is to draw with the target's own noise (`core.race.propose`)."""
+    """Handed to a drafter under `coupled`: it is to draw with the target's own noise (`core.draw.propose`)."""
 
-    def take(self, rows: Int[Tensor, " N"]) -> "Noise":
-        return Noise(self.seeds[rows], self.starts[rows], self.shared)
+    def take(self, rows: Int[Tensor, " N"]) -> "Philox":
+        return Philox(self.seeds[rows], self.starts[rows], self.shared)
 
-    def shifted(self, by: int) -> "Noise":
+    def shifted(self, by: int) -> "Philox":
         """The noise `by` tokens further on. Only POSITION noise may be asked for there."""
-        return Noise(self.seeds, self.starts + by, self.shared)
+        return Philox(self.seeds, self.starts + by, self.shared)
 
     def coins(self, K: int) -> Float[Tensor, "B K"]:
         """The acceptance coins: uniform on [0, 1)."""
-        return self.uniform(Site.ACCEPT, torch.arange(K, device=self.seeds.device))
+        return self.uniform(Purpose.ACCEPT, torch.arange(K, device=self.seeds.device))
 
-    def uniform(self, site: Site, lanes: Tensor, j: int = 0) -> Float[Tensor, "B N"]:
+    def uniform(self, purpose: Purpose, lanes: Tensor, j: int = 0) -> Float[Tensor, "B N"]:
         """One number a lane, uniform on [0, 1), 53 bits. `lanes`: [N], or [B, N] where they differ by row."""
-        return self.pairs(site, lanes, j)[0]
+        return self.pairs(purpose, lanes, j)[0]
 
-    def pair(self, site: Site, lanes: Tensor, j: int = 0) -> tuple[Float[Tensor, "B N"], Float[Tensor, "B N"]]:
+    def pair(self, purpose: Purpose, lanes: Tensor, j: int = 0) -> tuple[Float[Tensor, "B N"], Float[Tensor, "B N"]]:
         """Two numbers a lane: a draw in two steps wants 53 bits for each."""
-        first, second = self.pairs(site, lanes, j)
+        first, second = self.pairs(purpose, lanes, j)
         return first, second
 
-    def exponential(self, site: Site, lanes: Tensor, j: int = 0) -> Float[Tensor, "B N"]:
+    def exponential(self, purpose: Purpose, lanes: Tensor, j: int = 0) -> Float[Tensor, "B N"]:
         """One number a lane, Exp(1), never 0: a clock at 0 would win any race, whatever its rate."""
-        return -torch.log1p(-(self.uniform(site, lanes, j) + 2.0**-54))
+        return -torch.log1p(-(self.uniform(purpose, lanes, j) + 2.0**-54))
 
-    def pairs(self, site: Site | Tensor, lanes: Tensor, j: int | Tensor = 0) -> Float[Tensor, "2 B N"]:
+    def pairs(self, purpose: Purpose | Tensor, lanes: Tensor, j: int | Tensor = 0) -> Float[Tensor, "2 B N"]:
         """Both numbers of each counter (lane, j, start, site); one site and one j, or one for each lane."""
         shape = (4, len(self.seeds), lanes.shape[-1])
         if lanes.device.type != "cpu":
             counter = torch.empty(shape, dtype=torch.int64, device=lanes.device)
-            counter[0], counter[1], counter[2], counter[3] = lanes, j, self.starts[:, None], site
+            counter[0], counter[1], counter[2], counter[3] = lanes, j, self.starts[:, None], purpose
             words = philox(counter, torch.stack([self.seeds, self.seeds >> 32])[..., None] & MASK)
             return ((words[0::2] >> 5) * 2**26 + (words[1::2] >> 6)).double() * 2.0**-53
         # numpy's small operations cost a quarter of torch's, and a round needs a few numbers only
         array = np.empty(shape, dtype=np.uint32)
         array[0], array[2] = lanes.numpy(), self.starts.numpy()[:, None]
         array[1] = j.numpy() if isinstance(j, Tensor) else j
-        array[3] = site.numpy() if isinstance(site, Tensor) else site
+        array[3] = purpose.numpy() if isinstance(purpose, Tensor) else purpose
         seeds = self.seeds.numpy()[:, None]
         even, odd = philox_numpy(array, np.stack([seeds, seeds >> 32]).astype(np.uint32))
         return torch.from_numpy(((even >> 5) * 2.0**26 + (odd >> 6)) * 2.0**-53)

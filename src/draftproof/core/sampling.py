@@ -1,17 +1,18 @@
-"""How a request wants its tokens drawn, and how that turns logits into a law."""
+"""How a request wants its tokens drawn, and how that turns logits into a distribution."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from draftproof.core.edits import edited
-from draftproof.core.filters import settle
-from draftproof.core.law import Law, Vocab
+from draftproof.core.device import is_cpu
+from draftproof.core.distribution import Distribution, DraftVocab
+from draftproof.core.filters import filter_stats
+from draftproof.core.penalties import any_edits, edited, edited_without_sync
 from draftproof.core.types import Draft, History
 
 Number = int | float
@@ -20,7 +21,7 @@ NO_BIAS: Mapping[int, Number] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """The sampling parameters of one request, under the names and definitions the field uses.
 
     temperature         0 is greedy: the most likely token, the first one where several are
@@ -71,12 +72,12 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """Whether the law depends on what was seen before."""
+        """Whether the distribution depends on what was seen before."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def neutral(self) -> bool:
-        """Whether the law is the model's own softmax. The seed does not matter."""
+        """Whether the distribution is the model's own softmax. The seed does not matter."""
         return all(getattr(self, f.name) == getattr(_NEUTRAL, f.name) for f in fields(self) if f.name != "seed")
 
 
@@ -84,18 +85,18 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-_NEUTRAL = Sampling()
+_NEUTRAL = SamplingParams()
 
 
 def warp(
     logits: Float[Tensor, "B J R"],
-    samplings: Sequence[Sampling],
+    samplings: Sequence[SamplingParams],
     history: Sequence[History] | None = None,
     draft: Draft | None = None,
     allowed: Bool[Tensor, "B J R"] | None = None,
-    vocab: Vocab | None = None,
-) -> Law:
-    """The laws from which plain decoding would draw at every scored position.
+    vocab: DraftVocab | None = None,
+) -> Distribution:
+    """The distributions from which plain decoding would draw at every scored position.
 
     In transformers' order: bias; penalties, at every position with the drafted tokens before it counted as seen (at
     a tree node: its ancestors); the allowed tokens; temperature; top-k; top-p on what top-k left; min-p. Ties at a
@@ -113,12 +114,42 @@ def warp(
         logits = logits.masked_fill(~allowed, -torch.inf)
     shapes = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings}
     if len(shapes) == 1:  # the usual batch: all rows at once
-        parts = settle(logits.flatten(0, 1), *shapes.pop())
+        parts = filter_stats(logits.flatten(0, 1), *shapes.pop())
         scale, cutoff, lse, point = (part.unflatten(0, logits.shape[:2]) for part in parts)
     else:
-        each = [settle(x, s.temperature, s.top_k, s.top_p, s.min_p) for x, s in zip(logits, samplings, strict=True)]
+        each = [
+            filter_stats(x, s.temperature, s.top_k, s.top_p, s.min_p) for x, s in zip(logits, samplings, strict=True)
+        ]
         scale, cutoff, lse, point = (torch.stack(parts) for parts in zip(*each, strict=True))
     if vocab is not None:
         point = torch.where(point >= 0, vocab.ids[point.clamp_min(0)], point)
     plain = all(s.temperature > 0 and s.top_k is None and s.top_p == 1 and s.min_p == 0 for s in samplings)
-    return Law(logits, scale, cutoff, lse, point, vocab, plain)
+    return Distribution(logits, scale, cutoff, lse, point, vocab, plain)
+
+
+def warp_without_sync(
+    logits: Float[Tensor, "B J R"],
+    samplings: Sequence[SamplingParams],
+    histories: Sequence[History] | None,
+    vocab: DraftVocab | None = None,
+    draft: Draft | None = None,
+    allowed: Bool[Tensor, "B J R"] | None = None,
+) -> Distribution:
+    """`warp`, without a look at what lies elsewhere."""
+    if is_cpu(logits.device) or not any_edits(samplings):
+        return warp(logits, samplings, histories, draft, allowed, vocab)
+    histories = [History([], [])] * len(samplings) if histories is None else histories
+    return warp(
+        edited_without_sync(logits, samplings, histories, vocab, draft),
+        unedited(samplings),
+        allowed=allowed,
+        vocab=vocab,
+    )
+
+
+def unedited(samplings: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """What is left to be done: penalties and bias must not come twice."""
+    return [
+        replace(s, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=NO_BIAS)
+        for s in samplings
+    ]

@@ -10,9 +10,20 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from draftproof.core.lineage import lineage
 from draftproof.core.types import PAD, ROOT, Draft
-from draftproof.verify.chain import real
+
+
+def lineage(parents: Int[Tensor, "B K"]) -> Bool[Tensor, "B J J"]:
+    """For the root and K slots: is position j an ancestor of position i, or i itself? Position 0 is the root.
+
+    Paths double in length with every squaring, so log2(K) small products do what K steps would.
+    """
+    B, K = parents.shape
+    up = torch.eye(K + 1, device=parents.device).repeat(B, 1, 1)
+    up[:, 1:].scatter_(2, (parents + 1).unsqueeze(2), 1.0)
+    for _ in range(K.bit_length()):
+        up = (up @ up).clamp_(max=1.0)
+    return up > 0
 
 
 class Visit(NamedTuple):
@@ -58,7 +69,7 @@ class Shape:
     def visits(self) -> list[list[Visit]]:
         """Each row's way through its tree, without the root's station. For the host: it looks."""
         rows = zip(self.turn.argsort(1).tolist(), self.parent.tolist(), self.real.sum(1).tolist(), strict=True)
-        return [_way(stations[:length], parents) for stations, parents, length in rows]
+        return [_way(stop_points[:length], parents) for stop_points, parents, length in rows]
 
 
 def _turns(there: Bool[Tensor, "B K"], parents: Int[Tensor, "B K"], above: Bool[Tensor, "B J K"]) -> Int[Tensor, "B J"]:
@@ -71,15 +82,15 @@ def _turns(there: Bool[Tensor, "B K"], parents: Int[Tensor, "B K"], above: Bool[
     return torch.cat([there.sum(1, keepdim=True), torch.where(there, turn, slots + 1)], 1)
 
 
-def _way(stations: list[int], parents: list[int]) -> list[Visit]:
+def _way(stop_points: list[int], parents: list[int]) -> list[Visit]:
     entered, way = {0}, []
-    for station in stations:
-        new, node = [], station
+    for stop_point in stop_points:
+        new, node = [], stop_point
         while node not in entered:
             new.append(node)
             entered.add(node)
             node = parents[node - 1]
-        way.append(Visit(new[::-1], station))
+        way.append(Visit(new[::-1], stop_point))
     return way
 
 
@@ -101,3 +112,17 @@ def check_parents(draft: Draft) -> None:
         raise ValueError(
             f"parents[{b}, {i}] is {int(draft.parents[b, i])}: a slot's parent must be -1 (the root) or an earlier slot"
         )
+
+
+def ancestors(draft: Draft) -> Bool[Tensor, "B J K"]:
+    """Which slots come before each scored position: none at 0; at i + 1 slot i and all it descends from."""
+    B, K = draft.tokens.shape
+    if draft.parents is None:
+        lower = torch.ones((K + 1, K), dtype=torch.bool, device=draft.tokens.device).tril(-1)
+        return lower.expand(B, K + 1, K)
+    return lineage(draft.parents)[..., 1:]
+
+
+def real(draft: Draft) -> Bool[Tensor, "B K"]:
+    """Which slots hold a token."""
+    return torch.arange(draft.tokens.shape[1], device=draft.tokens.device) < draft.lengths[:, None]

@@ -1,11 +1,11 @@
 """What travels between the layers: a `Draft` goes in to a verifier, a `Verdict` comes out.
 
-Laws, everywhere: p is the target's, q is the drafter's. Never swapped.
+Distributions, everywhere: p is the target's, q is the drafter's. Never swapped.
 
 Letters, everywhere: B rows, K draft length (for a tree, its number of slots), J = K + 1 positions the target
 scores, V vocabulary, T tokens of context, H hidden size, S samples in an audit.
 
-Words, everywhere: a drafter *proposes* a draft; the model *scores* it; sampling *warps* logits into a law; a
+Words, everywhere: a drafter *proposes* a draft; the model *scores* it; sampling *warps* logits into a distribution; a
 verifier returns a *verdict*: `accepted` draft tokens and always exactly one closing token.
 """
 
@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from draftproof.core.law import Law
+    from draftproof.core.distribution import Distribution
 
 PAD: Final = -1
 """Stands after the last emitted token of a row, and after the last slot of a short draft."""
@@ -25,17 +25,17 @@ ROOT: Final = -1
 """The parent of a slot that follows the last emitted token directly."""
 
 
-class Inexact(Exception):  # noqa: N818  (it names what the request would be, not a failure of ours)
-    """The request cannot be served with exactly the target's law; the message says why and what would be."""
+class InexactError(Exception):
+    """The request cannot be served with exactly the target's distribution; the message says why and what would be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Up to K proposed tokens for each of B rows.
 
-    `law` is the law each token was *drawn from*, nothing else: the same temperature, the same filters. A token
-    that was chosen and not drawn (n-gram, argmax, the top of a tree) has no law: q is a point mass on it. That
-    holds for every token where `law` is None, and for those with `drawn` False where it is not.
+    `q` is the distribution each token was *drawn from*, nothing else: the same temperature, the same filters. A token
+    that was chosen and not drawn (n-gram, argmax, the top of a tree) has none: q is a point mass on it. That
+    holds for every token where `q` is None, and for those with `drawn` False where it is not.
 
     A tree names for every slot its parent slot, ROOT for those that follow the last emitted token directly; a
     slot comes after its parent, and siblings stand in the order in which they were drawn. None is a chain.
@@ -46,15 +46,15 @@ class Draft:
 
     tokens: Int[Tensor, "B K"]
     lengths: Int[Tensor, " B"]
-    law: "Law | None" = None
+    q: "Distribution | None" = None
     drawn: Bool[Tensor, "B K"] | None = None
     parents: Int[Tensor, "B K"] | None = None
-    shared_noise: bool = False
+    shared_rng: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far a lossy rule's law is from the target's at each draft position, given that the round gets there."""
+    """How far a lossy rule's distribution is from the target's at each draft position, given that the round gets there."""
 
     total_variation: Float[Tensor, "B K"]
     kl: Float[Tensor, "B K"]

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftproof.core import host
-from draftproof.core.host import sent
+from draftproof.core.device import is_cpu, to_device
 from draftproof.core.types import PAD, ROOT, Draft
 
 Score = Callable[[Float[Tensor, "B w H"]], tuple[Int[Tensor, "B w c"], Float[Tensor, "B w c"]]]
@@ -32,7 +31,7 @@ def grow_levels(h: Float[Tensor, "B H"], slots: Sequence[int], width: int, score
     level = Level.start(h)
     for _ in range(1, max(slots)):
         best = seen.best_of_level(width)
-        if host.is_host(h.device) and not seen.may_gain(best, slots):
+        if is_cpu(h.device) and not seen.may_gain(best, slots):
             break
         level = level.behind(seen.tokens.gather(1, best), seen.place(best), follow)
         seen.add(best, *score(level.states))
@@ -89,8 +88,8 @@ class Seen:
         first. What cannot be said at all is left out."""
         possible = self.paths > -torch.inf
         order = self.paths.where(possible, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-        lengths = possible.sum(1).minimum(sent(slots, order.device))
-        K = int(lengths.max()) if host.is_host(lengths.device) else min(max(slots), order.shape[1])
+        lengths = possible.sum(1).minimum(to_device(slots, order.device))
+        K = int(lengths.max()) if is_cpu(lengths.device) else min(max(slots), order.shape[1])
         beyond = torch.arange(K, device=lengths.device) >= lengths[:, None]
         slot = order.argsort(1)  # of every candidate
         parents = self.parents.gather(1, order[:, :K])

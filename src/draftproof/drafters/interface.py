@@ -1,4 +1,4 @@
-"""Drafters guess. Nothing they do can change what is emitted, only how fast: provided a draft's law is the true one."""
+"""Drafters guess. Nothing they do can change what is emitted, only how fast: provided a draft's distribution is the true one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import Draft
 
 
 @dataclass(frozen=True, slots=True)
-class Asks:
+class TargetFeatures:
     """What a drafter wants to be shown of the target's passes. Computing it costs, so nothing is shown unasked."""
 
     layers: tuple[int, ...] = ()
@@ -23,7 +23,7 @@ class Asks:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class TargetOutputs:
     """What the target's last pass showed of the positions that were kept, and nothing of those that were not.
 
     It scored T tokens of the context, the last of them at index `stop - 1`; row i speaks of tokens[stop - T + i], and
@@ -51,30 +51,30 @@ class Context(Protocol):
     def prompt_length(self) -> int: ...
 
     @property
-    def sampling(self) -> Sampling: ...
+    def sampling(self) -> SamplingParams: ...
 
     @property
-    def shown(self) -> Shown | None:
+    def shown(self) -> TargetOutputs | None:
         """What the target showed since this drafter's last proposal for the row, if it asked."""
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    def propose(self, contexts: Sequence[Context], k: Sequence[int], noise: Noise) -> Draft:
+    def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Guess up to k[b] tokens to follow contexts[b]. Shorter is fine, also 0; K is the longest.
 
-        Tokens that are drawn are drawn with `core.race.propose(law, noise, j)`, j the slot, and the draft carries that
-        law and `shared_noise=noise.shared`. Whether to go on after a token may depend on that token, but what was
+        Tokens that are drawn are drawn with `core.draw.propose(distribution, noise, j)`, j the slot, and the draft carries that
+        distribution and `shared_noise=noise.shared`. Whether to go on after a token may depend on that token, but what was
         drawn must be submitted: dropping a token because it looks weak is a bias.
         """
 
 
-NOTHING = Asks()
+NOTHING = TargetFeatures()
 
 
-def asks(drafter: Drafter) -> Asks:
-    """What this drafter wants to be shown: its `asks` attribute, or nothing."""
-    wanted = getattr(drafter, "asks", NOTHING)
-    if not isinstance(wanted, Asks):
-        raise ValueError(f"{type(drafter).__name__}.asks must be an Asks; got {wanted!r}")
+def features_of(drafter: Drafter) -> TargetFeatures:
+    """What this drafter wants to be shown: its `features` attribute, or nothing."""
+    wanted = getattr(drafter, "features", NOTHING)
+    if not isinstance(wanted, TargetFeatures):
+        raise ValueError(f"{type(drafter).__name__}.features must be a TargetFeatures; got {wanted!r}")
     return wanted

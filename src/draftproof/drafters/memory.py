@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from draftproof.drafters import Context
+from draftproof.drafters.interface import Context
 
 T = TypeVar("T")
 

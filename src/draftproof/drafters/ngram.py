@@ -10,14 +10,79 @@ allowed.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import nlargest
+from itertools import islice
 from typing import Final
 
-from draftproof.core.noise import Noise
+from draftproof.core.rng import Philox
 from draftproof.core.types import Draft
-from draftproof.drafters import Asks, Context, Shown
-from draftproof.drafters.grams import Grams, Run
-from draftproof.drafters.guess import BACK_OFF, Follower, Guess, check_count, check_share, chosen, grow
+from draftproof.drafters.build import BACK_OFF, Follower, Guess, check_count, check_share, chosen, grow
+from draftproof.drafters.interface import Context, TargetFeatures, TargetOutputs
 from draftproof.drafters.memory import Memory, Strangers
+
+Run = tuple[int, ...]
+
+
+class Grams:
+    """A k-gram is a run of k − 1 tokens and the token behind it; k goes from `shortest` to `longest`.
+
+    Counts may be fractions. Among equal counts the token seen last comes first: a dict keeps the order in which its
+    keys came, so a token that is counted moves to the end. Past `limit` runs the older half is dropped.
+    """
+
+    def __init__(self, longest: int, shortest: int = 2, limit: int | None = None) -> None:
+        self.longest = longest
+        self.shortest = shortest
+        self.limit = limit
+        self._follow: dict[Run, dict[int, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._follow)
+
+    def add(self, before: Run, token: int, weight: float = 1.0) -> None:
+        """Count `token` behind every run that `before` ends with."""
+        n = len(before)
+        for size in range(self.shortest - 1, min(n, self.longest - 1) + 1):
+            run = before[n - size :]
+            counts = self._follow.get(run)
+            if counts is None:
+                self._follow[run] = {token: weight}
+            else:
+                counts[token] = counts.pop(token, 0.0) + weight
+        if self.limit is not None and len(self._follow) > self.limit:
+            self._follow = dict(islice(self._follow.items(), self.limit // 2, None))
+
+    def read(self, tokens: Sequence[int], start: int) -> None:
+        """Count every token from index `start` on behind those before it."""
+        reach = self.longest - 1
+        for i in range(start, len(tokens)):
+            self.add(tuple(tokens[max(0, i - reach) : i]), tokens[i])
+
+    def followers(self, before: Run, most: int) -> list[Follower]:
+        """Up to `most` tokens that followed the longest known run at the end of `before`, then shorter runs.
+
+        The longer the run, the surer: seen once behind a run of n tokens is a share of n / (n + 1), no certainty.
+        """
+        found: dict[int, float] = {}
+        trust, n = 1.0, len(before)
+        for size in range(min(n, self.longest - 1), self.shortest - 2, -1):
+            counts = self._follow.get(before[n - size :])
+            if counts is None:
+                continue
+            unit = trust / (sum(counts.values()) + 1 / max(size, 1))
+            for token in nlargest(most, reversed(counts), key=counts.__getitem__):
+                found.setdefault(token, counts[token] * unit)
+            if len(found) >= most:
+                break
+            trust *= BACK_OFF
+        return [Follower(token, share) for token, share in islice(found.items(), most)]
+
+    def replaced(self, before: Run) -> Run:
+        """`before` with another token at its end, the one that was to be expected there; empty where none was."""
+        *head, last = before
+        others = (f.token for f in self.followers(tuple(head), 2) if f.token != last)
+        return next(((*head, token) for token in others), ())
+
 
 KEPT: Final = 200_000
 """Runs remembered between requests; a run costs some 400 bytes."""
@@ -59,7 +124,7 @@ class NGram:
         check_count("fillers", fillers, 0)
         check_count("branches", branches, 1)
         check_share("least", least)
-        self.asks = Asks(top=fillers)
+        self.features = TargetFeatures(top=fillers)
         self._least = least if stop_at_unknown else 0.0
         self._branches, self._reach = branches, longest - 1
         self._orders = longest, 2 if stop_at_unknown else 1
@@ -67,35 +132,35 @@ class NGram:
         self._strangers = Strangers()
         self._memory: Memory[Reading] = Memory()
 
-    def propose(self, contexts: Sequence[Context], k: Sequence[int], noise: Noise) -> Draft:
+    def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Up to k[b] chosen tokens; see `Drafter`."""
         self._memory.forget(contexts)
         guesses = []
         for b, context in enumerate(contexts):
-            reading = self._memory.of(context, partial(self._begin, noise, b))
+            reading = self._memory.of(context, partial(self._begin, rng, b))
             self._catch_up(reading, context)
             guesses.append(self._guess(reading.grams, self._end(context.tokens), k[b]))
-        return chosen(guesses, noise.seeds.device, tree=self._branches > 1)
+        return chosen(guesses, rng.seeds.device, tree=self._branches > 1)
 
-    def _begin(self, noise: Noise, b: int) -> Reading:
-        if self._kept is not None and self._strangers.admit(int(noise.seeds[b])):
+    def _begin(self, rng: Philox, b: int) -> Reading:
+        if self._kept is not None and self._strangers.admit(int(rng.seeds[b])):
             return Reading(self._kept)
         return Reading(Grams(*self._orders))
 
     def _catch_up(self, reading: Reading, context: Context) -> None:
         reading.grams.read(context.tokens, reading.read)
         reading.read = len(context.tokens)
-        if self.asks.top and context.shown is not None and context.shown.stop > reading.shown:
+        if self.features.top and context.shown is not None and context.shown.stop > reading.shown:
             self._fill(reading.grams, context.tokens, context.shown)
             reading.shown = context.shown.stop
 
-    def _fill(self, grams: Grams, tokens: Sequence[int], shown: Shown) -> None:
+    def _fill(self, grams: Grams, tokens: Sequence[int], shown: TargetOutputs) -> None:
         if shown.top is None:
             return
         first = shown.stop - len(shown.top)
         for i, likely in enumerate(shown.top.numpy().tolist()):
             before = self._end(tokens, first + i + 1)
-            for rank, token in enumerate(likely[: self.asks.top]):
+            for rank, token in enumerate(likely[: self.features.top]):
                 grams.add(before, token, 1 / (rank + 2))
 
     def _end(self, tokens: Sequence[int], stop: int | None = None) -> Run:

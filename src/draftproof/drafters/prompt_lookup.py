@@ -7,10 +7,10 @@ here once, when it is read: a proposal costs a few look-ups, however long the te
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draftproof.core.noise import Noise
+from draftproof.core.rng import Philox
 from draftproof.core.types import Draft
-from draftproof.drafters import Context
-from draftproof.drafters.guess import Guess, check_count, chosen
+from draftproof.drafters.build import Guess, check_count, chosen
+from draftproof.drafters.interface import Context
 from draftproof.drafters.memory import Memory
 
 
@@ -32,7 +32,7 @@ class PromptLookup:
         self._sizes = range(longest, shortest - 1, -1)
         self._memory: Memory[Filed] = Memory()
 
-    def propose(self, contexts: Sequence[Context], k: Sequence[int], noise: Noise) -> Draft:
+    def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Up to k[b] chosen tokens; see `Drafter`."""
         self._memory.forget(contexts)
         guesses = []
@@ -41,7 +41,7 @@ class PromptLookup:
             self._file(filed, context.tokens)
             tokens = _copied(context.tokens, self._match(filed, context.tokens), most)
             guesses.append(Guess(tokens, list(range(-1, len(tokens) - 1))))
-        return chosen(guesses, noise.seeds.device)
+        return chosen(guesses, rng.seeds.device)
 
     def _file(self, filed: Filed, tokens: Sequence[int]) -> None:
         for i in range(max(filed.read, 1), len(tokens)):

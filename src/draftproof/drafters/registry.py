@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-from draftproof.drafters import Drafter
-from draftproof.drafters.choice import Choice
-from draftproof.drafters.early_exit import early_exit
+from draftproof.drafters.interface import Drafter
+from draftproof.drafters.model import early_exit
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import Suffix
-from draftproof.models import Model
+from draftproof.drafters.switch import Switch
+from draftproof.models.interface import Model
 
 AUTO: Final = "auto"
 EARLY_EXIT: Final = "early-exit"
@@ -79,7 +79,7 @@ def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf:
     if name == AUTO:
         return resolve(meant(spec, hf), target, branches=branches, hf=hf)
     head = _head(spec, rest, hf, branches, graphs=_records(target))
-    return head if name == HEAD else Choice(Suffix(branches=branches), head)
+    return head if name == HEAD else Switch(Suffix(branches=branches), head)
 
 
 def _early_exit(spec: str, layers: str, target: Model | None, branches: int) -> Drafter:
@@ -92,7 +92,7 @@ def _early_exit(spec: str, layers: str, target: Model | None, branches: int) -> 
 
 def _head(spec: str, folder: str, hf: Any, branches: int, graphs: bool) -> Drafter:
     from draftproof.drafters.head import HeadDrafter
-    from draftproof.models.fitted import SHIPPED, fitted
+    from draftproof.models.head.attach import SHIPPED, fitted
 
     if not _decodes(hf):
         raise ValueError(
@@ -115,7 +115,7 @@ def _records(target: Model | None) -> bool:
 def _has_head(hf: Any) -> bool:
     if not _decodes(hf):
         return False
-    from draftproof.models.fitted import SHIPPED, shipped_fits
+    from draftproof.models.head.attach import SHIPPED, shipped_fits
 
     return SHIPPED.is_dir() and shipped_fits(hf)
 

@@ -1,25 +1,126 @@
-"""A model drafter's draws: each token and the law it was drawn from, in kernels where they run.
+"""A model drafter's draws: each token and the distribution it was drawn from, in kernels where they run.
 
 On a GPU the reference takes a hundred small launches for a token, which would cost more than a small model's pass; on
 the host it takes a third of a head's step.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof import kernels
-from draftproof.core import race
-from draftproof.core.dense import edited, edits, law_of
-from draftproof.core.host import sent
-from draftproof.core.law import Law, Vocab
-from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling
+from draftproof.core.device import is_cpu, to_device
+from draftproof.core.distribution import LOG2_E, Distribution, DraftVocab, propose
+from draftproof.core.draw import ROW_BY_ROW, chunk_sums, pick
+from draftproof.core.penalties import any_edits, edited_without_sync
+from draftproof.core.rng import Philox, Purpose
+from draftproof.core.sampling import SamplingParams, warp_without_sync
 from draftproof.core.types import PAD, History
-from draftproof.drafters.hostdraws import HostDraws, drawable
+from draftproof.drafters.interface import Context
+
+
+def seen(context: Context, device: torch.device) -> History:
+    """On the device once a round; nothing where there is no penalty."""
+    if not context.sampling.penalises:
+        return History([], [])
+    n = context.prompt_length
+    parts = context.tokens[:n], context.tokens[n:]
+    return History(*(to_device(list(part), device) for part in parts))
+
+
+def grown(histories: list[History], samplings: Sequence[SamplingParams], drafted: list[Tensor]) -> list[History]:
+    """The same with the drafted tokens behind it."""
+    if not drafted or not any(sampling.penalises for sampling in samplings):
+        return histories
+    rows = torch.stack(drafted, 1)
+    return [
+        History(h.prompt, torch.cat([h.output, row])) if isinstance(h.output, Tensor) else h
+        for h, row in zip(histories, rows, strict=True)
+    ]
+
+
+Pairs = list[list[float]]
+"""Two numbers a row: which chunk, and which token in it."""
+
+AHEAD: Final = torch.arange(8)
+"""Tokens whose numbers are made at the same time: those of eight cost as much as those of one."""
+
+LANE: Final = torch.zeros_like(AHEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class HostDraws:
+    """Of one round. `blank`: each row's distribution, but for logits and log-sum-exp; `_numbers`: the noise of each token, for
+    all rows."""
+
+    rng: Philox
+    scale: float
+    slope: float
+    blank: tuple[Float[Tensor, " B"], Float[Tensor, " B"], Int[Tensor, " B"]]
+    _numbers: dict[int, Pairs] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, rng: Philox) -> "HostDraws":
+        scale, rows = 1.0 / sampling.temperature, len(rng.seeds)
+        blank = (
+            torch.full((rows,), scale, dtype=torch.float64),
+            torch.full((rows,), -torch.inf),
+            torch.full((rows,), PAD, dtype=torch.long),
+        )
+        return cls(rng, scale, float(np.float32(scale * LOG2_E)), blank)
+
+    def draw(
+        self, logits: Float[Tensor, "B R"], j: int, vocab: DraftVocab | None
+    ) -> tuple[Distribution, Int[Tensor, " B"]]:
+        """The distribution of each row's j-th token, and a draw from it."""
+        peaks = logits.amax(-1)
+        offsets = peaks * -self.slope
+        weights = torch.add(offsets[:, None], logits, alpha=self.slope).exp2_()
+        sums = chunk_sums(weights).numpy()
+        pairs = self._pairs(j)
+        rows = zip(weights.numpy(), sums, pairs, strict=True)
+        entries = torch.tensor([pick(row, chunks, *pair) for row, chunks, pair in rows])
+        totals = sums.sum(-1, dtype=np.float64).tolist()
+        numbers = zip(totals, peaks.tolist(), offsets.tolist(), strict=True)
+        lse = torch.tensor([self._log_sum_exp(*row) for row in numbers], dtype=torch.float64)
+        scales, cutoffs, points = self.blank
+        dist = Distribution(logits, scales, cutoffs, lse, points, vocab, plain=True)
+        return dist, entries if vocab is None else vocab.ids[entries]
+
+    def _pairs(self, j: int) -> Pairs:
+        if j not in self._numbers:
+            numbers = self.rng.pairs(Purpose.DRAFT, LANE, j + AHEAD).permute(2, 1, 0).tolist()
+            self._numbers.update(enumerate(numbers, j))
+        return self._numbers[j]
+
+    def _log_sum_exp(self, total: float, peak: float, offset: float) -> float:
+        """Out of Σ 2^(slope · logit + offset), as `core.distribution.log_sum_exp` has it; NaN where the row is no distribution."""
+        if not math.isfinite(peak):
+            return math.nan
+        return self.scale * peak - (self.slope * peak + offset) / LOG2_E + math.log(total)
+
+
+def drawable(logits: Float[Tensor, "B R"], samplings: Sequence[SamplingParams], rng: Philox) -> bool:
+    """Are these few rows on the host, each by the same temperature and nothing else, with noise of their own?"""
+    return (
+        is_cpu(logits.device)
+        and logits.dtype == torch.float32
+        and len(samplings) <= ROW_BY_ROW
+        and not rng.shared
+        and all(_only_warm(sampling) for sampling in samplings)
+        and len({sampling.temperature for sampling in samplings}) == 1
+    )
+
+
+def _only_warm(sampling: SamplingParams) -> bool:
+    unfiltered = sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0
+    return sampling.temperature > 0 and unfiltered and not sampling.penalises and not sampling.logit_bias
 
 
 @dataclass(slots=True)
@@ -30,37 +131,37 @@ class Draws:
     as noise is thrown by the target's names and the kernels by the logits' places.
     """
 
-    samplings: Sequence[Sampling]
-    noise: Noise
-    vocab: Vocab | None = None
+    samplings: Sequence[SamplingParams]
+    rng: Philox
+    vocab: DraftVocab | None = None
     _device: "_OnDevice | None" = field(default=None, init=False)
     _host: HostDraws | None = field(default=None, init=False)
 
     def __call__(
         self, logits: Float[Tensor, "B R"], histories: Sequence[History], j: int
-    ) -> tuple[Law, Int[Tensor, " B"]]:
-        """The law of each row's j-th token, and a draw from it."""
+    ) -> tuple[Distribution, Int[Tensor, " B"]]:
+        """The distribution of each row's j-th token, and a draw from it."""
         if self.on_host(logits):
             if self._host is None:
-                self._host = HostDraws.of(self.samplings[0], self.noise)
+                self._host = HostDraws.of(self.samplings[0], self.rng)
             return self._host.draw(logits, j, self.vocab)
         if self.greedy or not kernels.draws_from(logits):
-            law = self.law(logits, histories)
+            dist = self.dist(logits, histories)
             # from point masses there is nothing to draw, and no need to write them out first
-            return law, law.point if self.greedy else race.propose(law, self.noise, j)
-        if edits(self.samplings):
-            logits = edited(logits, self.samplings, histories, self.vocab)
+            return dist, dist.point if self.greedy else propose(dist, self.rng, j)
+        if any_edits(self.samplings):
+            logits = edited_without_sync(logits, self.samplings, histories, self.vocab)
         if self._device is None:
-            self._device = _OnDevice.of(self.samplings, self.noise, logits)
-        return self._device.draw(logits, self.noise, j, self.vocab)
+            self._device = _OnDevice.of(self.samplings, self.rng, logits)
+        return self._device.draw(logits, self.rng, j, self.vocab)
 
     def on_host(self, logits: Float[Tensor, "B R"]) -> bool:
-        """Are law and token made at once there?"""
-        return self._host is not None or drawable(logits, self.samplings, self.noise)
+        """Are distribution and token made at once there?"""
+        return self._host is not None or drawable(logits, self.samplings, self.rng)
 
-    def law(self, logits: Float[Tensor, "B R"], histories: Sequence[History]) -> Law:
-        """The law of each row's next token, by the reference."""
-        return law_of(logits[:, None], self.samplings, histories, self.vocab).first
+    def dist(self, logits: Float[Tensor, "B R"], histories: Sequence[History]) -> Distribution:
+        """The distribution of each row's next token, by the reference."""
+        return warp_without_sync(logits[:, None], self.samplings, histories, self.vocab).first
 
     @property
     def greedy(self) -> bool:
@@ -78,28 +179,26 @@ class _OnDevice:
     """None where no row is."""
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling], noise: Noise, logits: Float[Tensor, "B R"]) -> "_OnDevice":
+    def of(cls, samplings: Sequence[SamplingParams], rng: Philox, logits: Float[Tensor, "B R"]) -> "_OnDevice":
         B, device = len(samplings), logits.device
         nothing = torch.zeros(B, dtype=torch.long, device=device)
-        parameters = kernels.Parameters.of(
-            samplings, samplings, seeds=noise.seeds, positions=noise.starts, lengths=nothing
-        )
+        parameters = kernels.Parameters.of(samplings, samplings, seeds=rng.seeds, positions=rng.starts, lengths=nothing)
         cold = [s.temperature == 0 for s in samplings]
         return cls(
             parameters,
             kernels.Workspace.empty(B, 0, logits.shape[-1], device, filtered=parameters.filtered),
-            sent([1.0 / (s.temperature or 1.0) for s in samplings], device, torch.float64),
-            sent(cold, device, torch.bool) if any(cold) else None,
+            to_device([1.0 / (s.temperature or 1.0) for s in samplings], device, torch.float64),
+            to_device(cold, device, torch.bool) if any(cold) else None,
         )
 
     def draw(
-        self, logits: Float[Tensor, "B R"], noise: Noise, j: int, vocab: Vocab | None
-    ) -> tuple[Law, Int[Tensor, " B"]]:
-        from draftproof.kernels.drawing import draw_rows
+        self, logits: Float[Tensor, "B R"], rng: Philox, j: int, vocab: DraftVocab | None
+    ) -> tuple[Distribution, Int[Tensor, " B"]]:
+        from draftproof.kernels.device.draw import draw_rows
 
-        if noise.shared:
-            torch.add(noise.starts, j, out=self.parameters["positions"])
-        drawn = draw_rows(logits, self.parameters, j, shared=noise.shared, workspace=self.workspace)
+        if rng.shared:
+            torch.add(rng.starts, j, out=self.parameters["positions"])
+        drawn = draw_rows(logits, self.parameters, j, shared=rng.shared, workspace=self.workspace)
         tokens, cutoff = drawn.tokens.clamp_min(0), drawn.cutoff.to(torch.float32)
         tokens = tokens if vocab is None else vocab.ids[tokens]
         point = torch.full_like(tokens, PAD)
@@ -107,7 +206,7 @@ class _OnDevice:
             point = torch.where(self.greedy, tokens, point)
             cutoff = cutoff.masked_fill(self.greedy, -torch.inf)
         filtered = self.parameters.filtered
-        law = Law(
+        dist = Distribution(
             logits.float(),
             self.scale,
             cutoff,
@@ -116,4 +215,4 @@ class _OnDevice:
             vocab,
             plain=self.greedy is None and not filtered,
         )
-        return law, tokens
+        return dist, tokens

@@ -8,18 +8,18 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from draftproof.core import host
-from draftproof.core.law import Law
-from draftproof.core.noise import Noise
+from draftproof.core.device import is_cpu
+from draftproof.core.distribution import Distribution
+from draftproof.core.rng import Philox
 from draftproof.core.types import PAD, Draft
-from draftproof.drafters import Asks, Context, Drafter, asks
-from draftproof.drafters.guess import check_count
+from draftproof.drafters.build import check_count
+from draftproof.drafters.interface import Context, Drafter, TargetFeatures, features_of
 
 ENOUGH: Final = 16
 """Tokens that `Suffix` drafts behind a match of about a quarter as many."""
 
 
-class Choice:
+class Switch:
     """Drafts by `copying` where it would copy at least `enough` tokens, by `other` elsewhere.
 
     Which of the two drafts is decided from the context alone: what `copying` guesses must be chosen, never drawn, and
@@ -28,21 +28,21 @@ class Choice:
 
     def __init__(self, copying: Drafter, other: Drafter, *, enough: int = ENOUGH) -> None:
         check_count("enough", enough, 1)
-        one, two = asks(copying), asks(other)
+        one, two = features_of(copying), features_of(other)
         if one.layers and one.layers != two.layers:
             raise ValueError(f"copying and other ask for different layers: {one.layers} and {two.layers}")
-        self.asks = Asks(layers=two.layers, top=max(one.top, two.top))
+        self.features = TargetFeatures(layers=two.layers, top=max(one.top, two.top))
         self._copying, self._other, self._enough = copying, other, enough
 
-    def propose(self, contexts: Sequence[Context], k: Sequence[int], noise: Noise) -> Draft:
+    def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Up to k[b] tokens; see `Drafter`."""
         # more than is wanted is asked for: how much it would copy shows how long the match is
         wide = [max(most, self._enough) if most else 0 for most in k]
-        copied = self._copying.propose(contexts, wide, _on_host(noise, contexts))
-        if copied.law is not None:
+        copied = self._copying.propose(contexts, wide, _on_host(rng, contexts))
+        if copied.q is not None:
             raise ValueError(f"{type(self._copying).__name__} draws its tokens: only what is chosen may be left out")
         copies = (copied.lengths.numpy() >= self._enough).tolist()
-        drafted = self._other.propose(contexts, [0 if mine else n for mine, n in zip(copies, k, strict=True)], noise)
+        drafted = self._other.propose(contexts, [0 if mine else n for mine, n in zip(copies, k, strict=True)], rng)
         if not any(copies):
             return drafted
         wanted = torch.tensor([most if mine else 0 for mine, most in zip(copies, k, strict=True)])
@@ -57,21 +57,21 @@ def merged(one: Draft, other: Draft) -> Draft:
     if one.parents is not None or other.parents is not None:
         parents = torch.where(first[:, None], _wide(_parents(one), K), _wide(_parents(other), K))
     tokens = torch.where(first[:, None], _wide(one.tokens, K), _wide(other.tokens, K))
-    made = Draft(tokens, one.lengths + other.lengths, parents=parents, shared_noise=other.shared_noise)
-    if other.law is None:
+    made = Draft(tokens, one.lengths + other.lengths, parents=parents, shared_rng=other.shared_rng)
+    if other.q is None:
         return made
     drawn = torch.ones_like(other.tokens, dtype=torch.bool) if other.drawn is None else other.drawn
-    if host.is_host(first.device) and not bool(first.any()):  # elsewhere looking would be waiting
-        return replace(made, law=other.law, drawn=other.drawn)
-    return replace(made, law=_longer(other.law, K), drawn=_mask(drawn, K) & ~first[:, None])
+    if is_cpu(first.device) and not bool(first.any()):  # elsewhere looking would be waiting
+        return replace(made, q=other.q, drawn=other.drawn)
+    return replace(made, q=_longer(other.q, K), drawn=_mask(drawn, K) & ~first[:, None])
 
 
-def _on_host(noise: Noise, contexts: Sequence[Context]) -> Noise:
+def _on_host(rng: Philox, contexts: Sequence[Context]) -> Philox:
     """The same noise where its numbers can be looked at: a draft that is made of it lies there too."""
-    if host.is_host(noise.seeds.device):
-        return noise
+    if is_cpu(rng.seeds.device):
+        return rng
     seeds = torch.tensor([context.sampling.seed or 0 for context in contexts])
-    return Noise(seeds, torch.tensor([len(context.tokens) for context in contexts]), noise.shared)
+    return Philox(seeds, torch.tensor([len(context.tokens) for context in contexts]), rng.shared)
 
 
 def _cut(draft: Draft, lengths: Int[Tensor, " B"]) -> Draft:
@@ -103,12 +103,12 @@ def _mask(drawn: Bool[Tensor, "B k"], K: int) -> Bool[Tensor, "B K"]:
     return torch.nn.functional.pad(drawn, (0, K - drawn.shape[1]))
 
 
-def _longer(law: Law, K: int) -> Law:
-    """The same laws, with any behind them: slots that nothing was drawn for want a law that is one."""
-    more = K - law.lse.shape[1]
+def _longer(dist: Distribution, K: int) -> Distribution:
+    """The same distributions, with any behind them: slots that nothing was drawn for want a distribution that is one."""
+    more = K - dist.lse.shape[1]
     if more == 0:
-        return law
-    parts = (law.scale, law.cutoff, law.lse, law.point)
+        return dist
+    parts = (dist.scale, dist.cutoff, dist.lse, dist.point)
     scale, cutoff, lse, point = (torch.cat([part, part[:, :1].expand(-1, more)], 1) for part in parts)
-    logits = torch.cat([law.logits, law.logits[:, :1].expand(-1, more, -1)], 1)
-    return Law(logits, scale, cutoff, lse, point, law.vocab, law.plain)
+    logits = torch.cat([dist.logits, dist.logits[:, :1].expand(-1, more, -1)], 1)
+    return Distribution(logits, scale, cutoff, lse, point, dist.vocab, dist.plain)

@@ -1,19 +1,39 @@
 """The rows under way and what the model remembers of them: they come, advance together, and leave."""
 
+import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from draftproof.core import host
-from draftproof.drafters import Shown
-from draftproof.engine.clock import Clock
-from draftproof.engine.pace import Pace
+from draftproof.core.device import current_device, to_device
+from draftproof.drafters.interface import TargetOutputs
+from draftproof.engine.draft_length import DraftLengthPolicy
 from draftproof.engine.request import Session
 from draftproof.engine.round import Emitted, Parts, advance
-from draftproof.models import Cache, Model
+from draftproof.models.interface import Cache, Model
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds by stage since it was made."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
 
 
 @runtime_checkable
@@ -31,7 +51,7 @@ class Batch:
     """At most `size` rows. A row's tokens do not depend on which others are there."""
 
     parts: Parts
-    pace: Pace
+    pace: DraftLengthPolicy
     size: int
     longest: int | None
     waiting: deque[Session] = field(default_factory=deque)
@@ -40,7 +60,7 @@ class Batch:
 
     def step(self) -> list[tuple[Session, Emitted]]:
         """Let waiting requests in, run one round, and say what it gave."""
-        with host.on(self.parts.model.device):
+        with current_device(self.parts.model.device):
             self._admit()
             return [] if self.cache is None else self._round(self.cache)
 
@@ -95,13 +115,13 @@ def read(sessions: Sequence[Session], parts: Parts) -> Cache:
     counts = [len(s.tokens) - 1 for s in sessions]
     width = max(counts)
     if width:
-        tokens = host.sent([(s.tokens[:-1] + [0] * width)[:width] for s in sessions], model.device)
-        forward = model(tokens, cache, scored=1, layers=parts.asks.layers)
+        tokens = to_device([(s.tokens[:-1] + [0] * width)[:width] for s in sessions], model.device)
+        forward = model(tokens, cache, scored=1, layers=parts.features.layers)
         cache.keep(torch.tensor(counts))
         for b, session in enumerate(sessions):
             if forward.hidden:
                 n = len(session.tokens) - 1
-                session.shown = Shown(n, None, tuple(states[b, :n] for states in forward.hidden))
+                session.shown = TargetOutputs(n, None, tuple(states[b, :n] for states in forward.hidden))
     return cache
 
 

@@ -6,20 +6,19 @@ from typing import Any, Final
 
 import torch
 
-from draftproof.core.sampling import Sampling
-from draftproof.drafters import Drafter, asks
+from draftproof.core.sampling import SamplingParams
+from draftproof.drafters.interface import Drafter, features_of
 from draftproof.engine.batch import Batch, Encoder
-from draftproof.engine.pace import Auto, Fixed, Pace
+from draftproof.engine.draft_length import AutoLength, DraftLengthPolicy, FixedLength
 from draftproof.engine.request import Allowed, Chunk, Emission, Output, Request, Session
-from draftproof.engine.round import Emitted, Laws, Parts, warped
-from draftproof.engine.silent import Silent
+from draftproof.engine.round import Emitted, NoDrafter, Parts, TargetDistributions, warped_targets
 from draftproof.engine.stop import cut
-from draftproof.models import Model
-from draftproof.models.text import Detokenizer, Prompt, TextStream, Tokenizer, each, encode
-from draftproof.verify import RULES, Verifier, resolve
-from draftproof.verify.coupled import coupled
+from draftproof.models.interface import Model
+from draftproof.models.tokenizer import Detokenizer, Prompt, TextStream, Tokenizer, each, encode
+from draftproof.rules import RULES, Verifier, resolve
+from draftproof.rules.coupled import coupled
 
-FIELDS: Final = tuple(f.name for f in fields(Sampling))
+FIELDS: Final = tuple(f.name for f in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +59,12 @@ class Engine:
         self.eos, self.limits, self.hf = frozenset(eos), limits or Limits(), hf
         self.num_draft_tokens = num_draft_tokens
         self._parts = parts(model, drafter, rule)
-        pace(num_draft_tokens)  # a wrong value should not wait for the first prompt
+        draft_length_policy(num_draft_tokens)  # a wrong value should not wait for the first prompt
 
     def generate(
         self,
         prompts: Prompt,
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         max_tokens: int | Sequence[int] = 256,
         stop: str | Sequence[str] | None = None,
@@ -80,9 +79,9 @@ class Engine:
         """Continue one prompt, or a list of them together.
 
         prompts           a string, token ids, chat messages, or a list of those
-        sampling          one `Sampling` for all, or one for each; or its fields as keywords, temperature=0.7
+        sampling          one `SamplingParams` for all, or one for each; or its fields as keywords, temperature=0.7
         max_tokens, stop  budgets (one, or one for each prompt) and strings that end a text
-        logprobs          also return each token's log-probability under the law it was drawn from
+        logprobs          also return each token's log-probability under the distribution it was drawn from
         allowed           a grammar: allowed(output tokens) gives the mask of tokens that may follow
         chat              whether a string is a user's turn (default: if the tokenizer has a chat template)
         num_beams         more than 1 hands over to transformers' own beam search
@@ -95,7 +94,7 @@ class Engine:
         samplings = self._samplings(sampling, sampling_fields, len(items))
         budgets = _budgets(max_tokens, len(items))
         if num_beams > 1:
-            from draftproof.engine.beams import beam_search
+            from draftproof.engine.beam_search import beam_search
 
             tokens = [self._tokens(item, chat) for item in items]
             beams = [
@@ -113,7 +112,7 @@ class Engine:
         return outputs[0] if is_one else outputs
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int, seeds: Sequence[int]
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, max_tokens: int, seeds: Sequence[int]
     ) -> list[Output]:
         """Continue token ids, each with a seed of its own, until max_tokens or the end of the text: what an audit asks
         of a decoder. A request that fails raises: a text that is cut short would be taken for one that ended."""
@@ -138,7 +137,7 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
         max_tokens: int = 256,
         stop: str | Sequence[str] | None = None,
@@ -174,7 +173,7 @@ class Engine:
         return emissions
 
     def _batch(self, emissions: list[Emission]) -> Batch:
-        batch = Batch(self._parts, pace(self.num_draft_tokens), self.limits.max_batch, self._longest)
+        batch = Batch(self._parts, draft_length_policy(self.num_draft_tokens), self.limits.max_batch, self._longest)
         batch.waiting.extend(e.session for e in emissions if e.session.finish_reason is None)
         return batch
 
@@ -194,7 +193,7 @@ class Engine:
         if emitted.fault and session.finish_reason is None:
             session.finish_reason = "error"
             session.error = (
-                f"request {session.id}: the scores behind token {len(session.tokens)} are no law: the model gave NaN "
+                f"request {session.id}: the scores behind token {len(session.tokens)} are no distribution: the model gave NaN "
                 "or infinity, or its grammar allows no token there"
             )
 
@@ -210,7 +209,7 @@ class Engine:
     def _request(
         self,
         tokens: list[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         max_tokens: int,
         stop: str | Sequence[str] | None,
         allowed: Allowed | None,
@@ -244,16 +243,16 @@ class Engine:
         return tokens
 
     def _samplings(
-        self, sampling: Sampling | Sequence[Sampling] | None, given: dict[str, Any], n: int
-    ) -> list[Sampling]:
+        self, sampling: SamplingParams | Sequence[SamplingParams] | None, given: dict[str, Any], n: int
+    ) -> list[SamplingParams]:
         unknown = sorted(set(given) - set(FIELDS))
         if unknown:
             raise TypeError(f"unknown option {unknown[0]!r}; sampling takes {', '.join(FIELDS)}")
         if given and sampling is not None:
             raise ValueError(f"give sampling or its fields ({', '.join(given)}), not both")
         if sampling is None:
-            sampling = Sampling(**given)
-        if isinstance(sampling, Sampling):
+            sampling = SamplingParams(**given)
+        if isinstance(sampling, SamplingParams):
             return [sampling] * n
         if len(sampling) != n:
             raise ValueError(f"sampling must be one, or one for each of {n} prompts; got {len(sampling)}")
@@ -265,21 +264,23 @@ class Engine:
         return min(limits) if limits else None
 
 
-def parts(model: Model, drafter: Drafter | None, rule: str | Verifier, laws: Laws = warped) -> Parts:
+def parts(
+    model: Model, drafter: Drafter | None, rule: str | Verifier, dists: TargetDistributions = warped_targets
+) -> Parts:
     """What the rounds are made of. No drafter is plain decoding, whatever the rule."""
     verify = resolve(rule)
     if drafter is None:
-        return Parts(model, Silent(), coupled, asks(Silent()), shared=False, laws=laws)
-    return Parts(model, drafter, verify, asks(drafter), shared=verify is RULES["coupled"], laws=laws)
+        return Parts(model, NoDrafter(), coupled, features_of(NoDrafter()), shared=False, dists=dists)
+    return Parts(model, drafter, verify, features_of(drafter), shared=verify is RULES["coupled"], dists=dists)
 
 
-def pace(num_draft_tokens: int | str) -> Pace:
+def draft_length_policy(num_draft_tokens: int | str) -> DraftLengthPolicy:
     """A fixed draft length, or "auto"."""
     if num_draft_tokens == "auto":
-        return Auto()
+        return AutoLength()
     if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
         raise ValueError(f'num_draft_tokens must be "auto" or a whole number ≥ 0; got {num_draft_tokens!r}')
-    return Fixed(num_draft_tokens)
+    return FixedLength(num_draft_tokens)
 
 
 def _budgets(max_tokens: int | Sequence[int], n: int) -> list[int]:

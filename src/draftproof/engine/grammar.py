@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from draftproof.core.host import Fetch
+from draftproof.core.device import AsyncCopy
 from draftproof.core.types import ROOT, Draft
 from draftproof.engine.request import Session
 
@@ -32,7 +32,7 @@ def _on_host(draft: Draft) -> tuple[list[list[int]], list[int], list[list[int]]]
     """Its tokens, lengths and parents, had in one go."""
     B, K = draft.tokens.shape
     parts = [draft.tokens, draft.lengths[:, None], *([] if draft.parents is None else [draft.parents])]
-    numbers = Fetch(torch.cat(parts, 1)).read()
+    numbers = AsyncCopy(torch.cat(parts, 1)).read()
     chain = [list(range(ROOT, K - 1))] * B
     return numbers[:, :K].tolist(), numbers[:, K].tolist(), numbers[:, K + 1 :].tolist() if len(parts) > 2 else chain
 

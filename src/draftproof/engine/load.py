@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
-from draftproof.core.types import Inexact
-from draftproof.drafters import Drafter
+from draftproof.core.types import InexactError
+from draftproof.drafters.interface import Drafter
 from draftproof.drafters.model import ModelDrafter
-from draftproof.drafters.table import AUTO, default_branches, is_name, resolve
+from draftproof.drafters.registry import AUTO, default_branches, is_name, resolve
 from draftproof.engine.engine import Engine, Limits
-from draftproof.models import Model, bundled
-from draftproof.models.text import Tokenizer
-from draftproof.verify import Verifier
+from draftproof.models import bundled
+from draftproof.models.interface import Model
+from draftproof.models.tokenizer import Tokenizer
+from draftproof.rules import Verifier
 
 
 def load(
@@ -72,7 +73,7 @@ def _loaded(spec: Any, device: Any, dtype: Any, packing: bool) -> tuple[Any, Tok
     else:
         hf, words = _from_pretrained(str(spec), place, dtype)
     if packing:
-        from draftproof.models.packed import pack, packable
+        from draftproof.models.cpu_linear import pack, packable
 
         if packable(hf):
             pack(hf)
@@ -101,7 +102,7 @@ def as_model(hf: Any, role: str = "target", graphs: bool = True) -> Model:
             return hf
         raise ValueError(f"{role} must be a name, a folder, a transformers model or a Model; got a {type(hf).__name__}")
     if config.is_encoder_decoder:
-        from draftproof.models.encdec import EncoderDecoder
+        from draftproof.models.encoder_decoder import EncoderDecoder
 
         return EncoderDecoder(hf)
     from draftproof.models.hf import HFModel
@@ -132,7 +133,7 @@ def _check_vocabularies(target: Model, drafter: Model, words: Any, its_words: An
     if its_words is None or words is None:
         near = abs(target.vocab_size - drafter.vocab_size) <= 1024  # padded to another multiple
         if not near:
-            raise Inexact(
+            raise InexactError(
                 f"the drafter scores {drafter.vocab_size} tokens and the target {target.vocab_size}: their "
                 "vocabularies differ, and there is no mapping. Use a drafter of the same family"
             )
@@ -141,7 +142,7 @@ def _check_vocabularies(target: Model, drafter: Model, words: Any, its_words: An
     wrong = next((t for t, i in other.items() if one.get(t, i) != i), None)
     shared = sum(one.get(t) == i for t, i in other.items())
     if wrong is not None or shared < 0.9 * min(len(one), len(other)):
-        raise Inexact(
+        raise InexactError(
             f"drafter and target have different vocabularies ({shared} of {len(one)} tokens agree, {wrong!r} does "
             "not): use a drafter of the same family"
         )

@@ -8,10 +8,10 @@ from typing import Final, Literal
 from jaxtyping import Bool
 from torch import Tensor
 
-from draftproof.core.sampling import Sampling
+from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import History, Round
-from draftproof.drafters import Shown
-from draftproof.models.text import TextStream
+from draftproof.drafters.interface import TargetOutputs
+from draftproof.models.tokenizer import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 STAGES: Final = ("prefill", "draft", "score", "warp", "verify", "commit")
@@ -75,7 +75,7 @@ class Request:
     """What is asked for. `source` is an encoder's input; `sampling` has its seed."""
 
     prompt: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     max_tokens: int
     stop: tuple[str, ...] = ()
     source: tuple[int, ...] | None = None
@@ -95,7 +95,7 @@ class Session:
     request: Request
     tokens: list[int]
     id: int = field(default_factory=lambda: next(_ids))
-    shown: Shown | None = None
+    shown: TargetOutputs | None = None
     stats: Stats = field(default_factory=Stats)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -110,7 +110,7 @@ class Session:
         return len(self.request.prompt)
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         return self.request.sampling
 
     @property
@@ -132,7 +132,7 @@ class Output:
     """What came of a request.
 
     `tokens` are the emitted ones, the end-of-text token or those of a stop string included; `text` ends before them.
-    `logprobs` are the emitted tokens' under the law they were drawn from, if asked for. `error` says what went wrong
+    `logprobs` are the emitted tokens' under the distribution they were drawn from, if asked for. `error` says what went wrong
     where `finish_reason` is "error".
     """
 

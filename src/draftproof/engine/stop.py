@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from draftproof.engine.request import FinishReason, Session
-from draftproof.models.text import TextStream
+from draftproof.models.tokenizer import TextStream
 
 
 def cut(
@@ -15,7 +15,7 @@ def cut(
 ) -> tuple[list[int], str, FinishReason | None]:
     """How much of what a round emitted the request gets: its tokens, the text that is safe to show, and why it ends.
 
-    What a round emits has the target's law; leaving off its end changes nothing before the end. `longest` is how many
+    What a round emits has the target's distribution; leaving off its end changes nothing before the end. `longest` is how many
     tokens the model has positions for.
     """
     reason: FinishReason | None = None

@@ -1,13 +1,16 @@
 """A recorded run put together: the text by where its tokens came from, the rounds, and what was said of each."""
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from draftproof.engine.request import Stats
 from draftproof.explain.story import about_closing, about_slot
 from draftproof.explain.trace import Candidate, Round
-from draftproof.models.text import Detokenizer, Tokenizer
+from draftproof.models.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +137,31 @@ def _pieces(explanation: Explanation) -> Iterable[dict[str, Any]]:
     for (r, slot, token), _ in zip(places, explanation.output, strict=False):
         where = "draft" if slot >= 0 else origin(explanation.rounds[r])
         yield {"text": stream.push(token), "label": explanation.label(token), "round": r, "slot": slot, "origin": where}
+
+
+def write_page(explanation: Explanation, path: Path) -> Path:
+    """Write the page, and the folder it stands in where that is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(explanation), encoding="utf-8")
+    return path
+
+
+def page(explanation: Explanation) -> str:
+    parts = {
+        "/*STYLE*/": _part("page.css"),
+        "/*SCRIPT*/": "\n".join(_part(name) for name in ("drawing.js", "page.js")),
+        "/*DATA*/": _embedded(explanation),
+    }
+    made = _part("page.html")
+    for mark, part in parts.items():  # the data come last: what the model said may contain anything
+        made = made.replace(mark, part)
+    return made
+
+
+def _part(name: str) -> str:
+    return (files("draftproof.explain") / name).read_text(encoding="utf-8")
+
+
+def _embedded(explanation: Explanation) -> str:
+    """JSON that cannot end its script element."""
+    return json.dumps(explanation.as_dict(), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")

@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core.law import Law, normalise
-from draftproof.core.noise import Noise
+from draftproof.core.distribution import Distribution, normalise
+from draftproof.core.rng import Philox
 from draftproof.core.types import Draft, Verdict
 from draftproof.explain.trace import Candidate, Closing, Round, Slot
-from draftproof.verify import RULES, Verifier
-from draftproof.verify.block import log_weights, station
-from draftproof.verify.chain import draft_prob_of, draft_probs, log_ratios
+from draftproof.rules import RULES, Verifier
+from draftproof.rules.block import log_weights, stop_point
+from draftproof.rules.chain import draft_prob_of, draft_probs, log_ratios
 
 WATCHED: Final = ("token", "block")
 """The rules that throw a coin a token. `coupled` throws none, and `tree` judges no chain."""
@@ -34,24 +34,24 @@ class Recorder:
         self._rule = rule
         self.rounds: list[Round] = []
 
-    def __call__(self, p: Law, draft: Draft, noise: Noise) -> Verdict:
+    def __call__(self, p: Distribution, draft: Draft, rng: Philox) -> Verdict:
         if len(draft.lengths) != 1:
             raise ValueError(f"a recorder watches one request at a time; got a batch of {len(draft.lengths)}")
-        verdict = self._verify(p, draft, noise)
+        verdict = self._verify(p, draft, rng)
         # a chosen draft is judged token by token under either rule
-        as_block = self._rule == "block" and draft.law is not None
-        self.rounds.append(_Row(p, draft, noise, as_block).round(verdict))
+        as_block = self._rule == "block" and draft.q is not None
+        self.rounds.append(_Row(p, draft, rng, as_block).round(verdict))
         return verdict
 
 
 class _Row:
     """One round of one row, laid out for reading."""
 
-    def __init__(self, p: Law, draft: Draft, noise: Noise, as_block: bool) -> None:
+    def __init__(self, p: Distribution, draft: Draft, rng: Philox, as_block: bool) -> None:
         self.p, self.draft, self.as_block = p, draft, as_block
         self.K = int(draft.lengths[0])
         self.tokens = draft.tokens[0, : self.K].tolist()
-        self.coins = noise.coins(draft.tokens.shape[1])[0, : self.K].tolist()
+        self.coins = rng.coins(draft.tokens.shape[1])[0, : self.K].tolist()
         self.ratios = log_ratios(p, draft)[0, : self.K].exp().tolist()
         # behind the whole draft nothing is taken away from p: its weight is only the chance of getting there
         walked = log_weights(p, draft)[0, : self.K + 1].exp().tolist() if as_block else [1.0] * (self.K + 1)
@@ -62,7 +62,7 @@ class _Row:
         closing = int(verdict.tokens[0, kept])
         slots = tuple(self._slot(i, kept, closing) for i in range(self.K))
         spare = self._spare(kept)
-        law = normalise(spare, self._probs(kept))
+        dist = normalise(spare, self._probs(kept))
         return Round(
             slots,
             kept,
@@ -72,7 +72,7 @@ class _Row:
                 kept < self.K,
                 self.weights[kept],
                 self._candidates(kept, (closing,)),
-                float(law[closing]),
+                float(dist[closing]),
             ),
             self.as_block,
         )
@@ -103,10 +103,10 @@ class _Row:
             return float(self.whole)
         rows, at = self._place(i + 1)
         weight = torch.tensor([self.weights[i + 1]], dtype=torch.float64, device=self.p.lse.device).log()
-        return float(station(self.p, self.draft, weight, rows, at)[0])
+        return float(stop_point(self.p, self.draft, weight, rows, at)[0])
 
     def _drawn(self, i: int) -> bool:
-        return self.draft.law is not None and (self.draft.drawn is None or bool(self.draft.drawn[0, i]))
+        return self.draft.q is not None and (self.draft.drawn is None or bool(self.draft.drawn[0, i]))
 
     def _place(self, i: int) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:
         device = self.p.lse.device
@@ -128,7 +128,7 @@ class _Row:
         """The tokens that matter at position i: these, and the likeliest under p, q and the residual."""
         p, q, spare = self._probs(i), self._guess(i), self._spare(i)
         count = min(SHOWN, len(p))
-        found = {*tokens, *(t for law in (p, q, spare) for t in law.topk(count).indices.tolist() if law[t] > 0)}
+        found = {*tokens, *(t for dist in (p, q, spare) for t in dist.topk(count).indices.tolist() if dist[t] > 0)}
         order = sorted(found, key=lambda t: (-max(float(p[t]), float(q[t])), t))
         wanted = [t for n, t in enumerate(order) if n < SHOWN + 2 or t in tokens]
         return tuple(Candidate(t, float(p[t]), float(q[t]), float(spare[t])) for t in wanted)

@@ -1,4 +1,4 @@
-"""What happened to a token and why the law is kept, in words for someone who meets the method for the first time."""
+"""What happened to a token and why the distribution is kept, in words for someone who meets the method for the first time."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,22 +10,22 @@ Name = Callable[[int], str]
 
 
 class Story(NamedTuple):
-    """What happened, and why the law is kept by it."""
+    """What happened, and why the distribution is kept by it."""
 
     happened: str
     why: str
 
 
 BY_TOKEN = (
-    "Kept guesses deliver the part min(p, q) of the target's law, and the token that takes the place of a rejected one "
+    "Kept guesses deliver the part min(p, q) of the target's distribution, and the token that takes the place of a rejected one "
     "delivers the missing part, max(0, p − q). The two add up to exactly p, token by token."
 )
 BY_BLOCK = (
-    "The chances of the block rule are chosen such that what is kept and what closes it together have exactly the law "
+    "The chances of the block rule are chosen such that what is kept and what closes it together have exactly the distribution "
     "p; on average it keeps more than a judgement token by token, and never less."
 )
-FROM_P = "A draw from p has the law p: there is nothing to make up for."
-NOT_SAID = "What is not said cannot change the law: the text goes on from the token that took the rejected one's place."
+FROM_P = "A draw from p has the distribution p: there is nothing to make up for."
+NOT_SAID = "What is not said cannot change the distribution: the text goes on from the token that took the rejected one's place."
 
 
 def number(x: float) -> str:
@@ -51,7 +51,7 @@ def about_slot(round_: Round, i: int, name: Name) -> Story:
 
 def _guessed(slot: Slot, name: Name) -> str:
     if slot.drawn:
-        return f"The drafter drew {name(slot.token)} from its own law, where it has q = {number(slot.q)}."
+        return f"The drafter drew {name(slot.token)} from its own distribution, where it has q = {number(slot.q)}."
     return f"The drafter chose {name(slot.token)} outright: nothing was drawn, so q is 1 on it and 0 on all others."
 
 

@@ -43,7 +43,7 @@ class Closing:
     """The token that ends the round: from the residual after a rejection, from p after none.
 
     `weight` is the w of the residual max(0, w·p − q), 1 unless a block was judged; `chance` is the token's probability
-    under the law it was drawn from.
+    under the distribution it was drawn from.
     """
 
     token: int

@@ -3,7 +3,7 @@
     engine.generate(prompt, allowed=draftproof.llguidance.json_schema({"type": "object", ...}, engine))
 
 The mask is asked for at every scored position: a text keeps to the grammar under every rule, and has exactly the
-law of plain decoding with the same masks.
+distribution of plain decoding with the same masks.
 """
 
 from collections.abc import Collection, Mapping, Sequence

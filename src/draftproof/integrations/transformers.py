@@ -2,7 +2,7 @@
 
     model.generate(**inputs, custom_generate=draftproof.transformers.generate, drafter="ngram", rule="block")
 
-The text has the law that `model.generate(**inputs)` draws from; with do_sample=False it is the same text.
+The text has the distribution that `model.generate(**inputs)` draws from; with do_sample=False it is the same text.
 """
 
 import inspect
@@ -23,16 +23,16 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, GenerationMode
 
-from draftproof.core.sampling import Sampling
-from draftproof.core.types import Inexact
-from draftproof.drafters.table import default_branches
+from draftproof.core.sampling import SamplingParams
+from draftproof.core.types import InexactError
+from draftproof.drafters.registry import default_branches
 from draftproof.engine.batch import Batch, Encoder
-from draftproof.engine.engine import pace, parts
+from draftproof.engine.engine import draft_length_policy, parts
 from draftproof.engine.load import as_drafter, as_model
 from draftproof.engine.request import Request, Session
 from draftproof.engine.round import Emitted
-from draftproof.integrations.sheet import Processed, Sheet, cut
-from draftproof.models import Model
+from draftproof.integrations.transformers_rows import Processed, Sheet, cut
+from draftproof.models.interface import Model
 
 STATEFUL: Final = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs the model itself and keeps a cache of every call",
@@ -85,8 +85,10 @@ def generate(
     given = Given(input_ids, inputs_tensor, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
     sheet = _sheet(given, served, generation_config, seed)
     _check_ends(sheet, served, generation_config, stopping_criteria)
-    laws = Processed(sheet, logits_processor, Sampling(temperature=1 if generation_config.do_sample else 0))
-    batch = Batch(parts(served, made, rule, laws), pace(num_draft_tokens), len(sheet.sessions), served.max_length)
+    dists = Processed(sheet, logits_processor, SamplingParams(temperature=1 if generation_config.do_sample else 0))
+    batch = Batch(
+        parts(served, made, rule, dists), draft_length_policy(num_draft_tokens), len(sheet.sessions), served.max_length
+    )
     batch.waiting.extend(sheet.sessions)
     _run(batch, sheet, stopping_criteria, Columns(sheet, streamer or _callers_streamer()))
     if not generation_config.return_dict_in_generate:
@@ -112,7 +114,7 @@ def _run(batch: Batch, sheet: Sheet, criteria: StoppingCriteriaList, columns: "C
 def _check_fault(row: int, session: Session, emitted: Emitted) -> None:
     if emitted.fault and session.finish_reason is None:
         raise RuntimeError(
-            f"row {row}: the scores behind token {len(session.tokens)} are no law: NaN, infinity, or nothing that the "
+            f"row {row}: the scores behind token {len(session.tokens)} are no distribution: NaN, infinity, or nothing that the "
             "processors allow"
         )
 
@@ -159,11 +161,11 @@ def _callers_streamer() -> Any:
 
 
 def _refuse(processors: LogitsProcessorList, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Raise where the law would be another one, or where something asked for would be left out."""
+    """Raise where the distribution would be another one, or where something asked for would be left out."""
     for processor in processors:
         why = STATEFUL.get(type(processor).__name__)
         if why is not None:
-            raise Inexact(f"{type(processor).__name__} cannot be asked about drafts: {why}")
+            raise InexactError(f"{type(processor).__name__} cannot be asked about drafts: {why}")
     mode = config.get_generation_mode(None)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(f"generation mode {mode.value!r} is not drafted for: leave custom_generate out")
@@ -228,11 +230,11 @@ def _sheet(given: Given, served: Model, config: GenerationConfig, seed: int | No
     return Sheet([Session.start(request) for request in requests], padding, pad, given.input_ids.device)
 
 
-def _sampling(config: GenerationConfig) -> Sampling:
+def _sampling(config: GenerationConfig) -> SamplingParams:
     """How a drafter that draws should draw. Only a guess at the processors, and any guess is exact."""
     if not config.do_sample:
-        return Sampling(temperature=0, repetition_penalty=config.repetition_penalty or 1.0)
-    return Sampling(
+        return SamplingParams(temperature=0, repetition_penalty=config.repetition_penalty or 1.0)
+    return SamplingParams(
         temperature=config.temperature or 1.0,
         top_k=config.top_k or None,
         top_p=config.top_p or 1.0,

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core.law import Law
-from draftproof.core.sampling import Sampling, warp
+from draftproof.core.distribution import Distribution
+from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import ROOT, Draft
 from draftproof.engine.request import Session
-from draftproof.models import Forward
+from draftproof.models.interface import Forward
 
 Text = list[int]
 
@@ -55,14 +55,14 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """The target's laws by transformers' processors: asked at every scored position, with the draft before it behind
+    """The target's distributions by transformers' processors: asked at every scored position, with the draft before it behind
     the row's tokens. `sampling` draws from what they leave, or takes its argmax."""
 
     sheet: Sheet
     processors: Callable[[Tensor, Tensor], Tensor]
-    sampling: Sampling
+    sampling: SamplingParams
 
-    def __call__(self, sessions: Sequence[Session], forward: Forward, draft: Draft) -> Law:
+    def __call__(self, sessions: Sequence[Session], forward: Forward, draft: Draft) -> Distribution:
         scores = forward.logits.to(device=self.sheet.device, dtype=torch.float32, copy=True)
         rows = [self.sheet.row(session) for session in sessions]
         lines = [Line(self.sheet.text(row), *_slots(draft, b)) for b, row in enumerate(rows)]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.call import DTYPES, MOST_DRAFTED, MOST_REQUESTS, MOST_TOKENS, RULES, Call, pack
-from draftproof.kernels.edits import Edits
 from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.penalties import Edits
 from draftproof.kernels.workspace import Workspace
 
 __all__ = ["Edits", "Parameters", "Rows", "Workspace", "draws_from", "pack", "runs_on", "serves", "verify_rows"]
@@ -23,7 +23,7 @@ class Rows(NamedTuple):
 
     tokens    kept tokens, the closing one, then PAD; int64 [B, K + 1]
     accepted  how many were kept; int64 [B]
-    faults    int32 [B]. 1: a target row is no law (NaN, +inf, nothing allowed); 2: a draft row is none, or a draft
+    faults    int32 [B]. 1: a target row is no distribution (NaN, +inf, nothing allowed); 2: a draft row is none, or a draft
               token has probability 0 under it; 4: a draft token is outside the vocabulary. Closes with PAD then
     """
 
@@ -83,7 +83,7 @@ def verify_rows(
     rule           "token", "block" or "coupled"
     edits          bias and penalties (`Edits.of`)
     allowed        packed bits, int32, [B, K + 1, ceil(V / 32)] or ragged like target_logits (`pack`)
-    draft_entries  [V]: the entry in draft_logits of each of the target's tokens, -1 for none (`Vocab.entry`)
+    draft_entries  [V]: the entry in draft_logits of each of the target's tokens, -1 for none (`DraftVocab.entry`)
     draft_lse      [B, K]: log Σ exp(logit / draft temperature) over what the drafter kept, if it knows it; draft rows
                    are then read only where the residual needs them. With filters on the draft, draft_cutoff too
     workspace      where results and intermediate sums go; None allocates one

@@ -6,9 +6,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from draftproof.core.types import Inexact
-from draftproof.kernels.edits import Edits
+from draftproof.core.types import InexactError
 from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.penalties import Edits
 
 RULES: Final = ("token", "block", "coupled")
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,13 +54,13 @@ class Call:
 
     @property
     def weighs_draft(self) -> bool:
-        """Whether the verdict depends on the law that the draft was drawn from."""
+        """Whether the verdict depends on the distribution that the draft was drawn from."""
         return self.draft_logits is not None and self.K > 0 and self.parameters.warm and self.rule != "coupled"
 
     def check(self) -> None:
         """Refuse what the kernels would get wrong. Looks at shapes and types only: nothing is waited for."""
         if self.rule not in RULES:
-            raise Inexact(f"the kernels know the rules {', '.join(RULES)}; got {self.rule!r}")
+            raise InexactError(f"the kernels know the rules {', '.join(RULES)}; got {self.rule!r}")
         tokens = self.draft_tokens
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.is_contiguous():
             raise ValueError(
@@ -86,7 +86,7 @@ class Call:
         if self.draft_entries is None and self.R != self.V:
             raise ValueError(
                 f"draft_logits are over {self.R} tokens, target_logits over {self.V}: pass draft_entries, for each of "
-                "the target's tokens its entry in draft_logits, -1 where it has none (Vocab.entry)"
+                "the target's tokens its entry in draft_logits, -1 where it has none (DraftVocab.entry)"
             )
         if self.draft_entries is not None and self.draft_entries.shape != (self.V,):
             raise ValueError(f"draft_entries must be [{self.V}]; got {list(self.draft_entries.shape)}")

@@ -5,17 +5,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from draftproof.kernels.block import PIECE, block_close, block_sums, block_walk
-from draftproof.kernels.bundle import Bundle, bundled
 from draftproof.kernels.call import Call
-from draftproof.kernels.coupled import coupled
-from draftproof.kernels.deep import settle_deep
-from draftproof.kernels.scan import scan
-from draftproof.kernels.settle import settle
-from draftproof.kernels.sift import sift
-from draftproof.kernels.steps import Step, overlaps, run_all
-from draftproof.kernels.token import token
-from draftproof.kernels.traits import SHORT, constant
+from draftproof.kernels.compile import SHORT, Bundle, Step, bundled, constant, overlaps, run_all
+from draftproof.kernels.device.block import PIECE, block_close, block_sums, block_walk
+from draftproof.kernels.device.coupled import coupled
+from draftproof.kernels.device.nucleus_search import sift
+from draftproof.kernels.device.scan import scan
+from draftproof.kernels.device.token import token
+from draftproof.kernels.device.topk_topp import settle, settle_deep
 from draftproof.kernels.workspace import NUMBERS, PARTS, PER_TILE, ROUNDS, Workspace, chunks, tiles
 
 LARGE: Final = 32
@@ -67,7 +64,7 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
     out = (bundle.out,)
     if call.rule == "coupled" and call.parameters.warm:
         return [*steps, bundle.step(coupled, (B,), out, 8)]
-    if call.rule != "block" or not call.weighs_draft:  # without a law of the draft the rules are one
+    if call.rule != "block" or not call.weighs_draft:  # without a distribution of the draft the rules are one
         warps = 8 if call.parameters.warm else 4  # of greedy requests there is little to look at
         return [*steps, bundle.step(token, (B,), out, warps, ROOM if B > PROCESSORS else None)]
     return [
@@ -103,7 +100,7 @@ def _shares(call: Call) -> tuple[int, int]:
 
 
 def _hand_over(call: Call, draft_lse: Tensor, workspace: Workspace) -> None:
-    """Put the drafter's own numbers where the kernels look for them (`draftproof.kernels.layout`)."""
+    """Put the drafter's own numbers where the kernels look for them (`draftproof.kernels.device.layout`)."""
     J, K = call.K + 1, call.K
     cutoff, base, mass, *_ = (
         workspace.numbers[: call.B * (J + K) * NUMBERS].view(call.B, J + K, NUMBERS)[:, J:].unbind(-1)

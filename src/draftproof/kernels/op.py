@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from draftproof.kernels.call import Call
-from draftproof.kernels.edits import Edits
 from draftproof.kernels.launch import launch
 from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.penalties import Edits
 from draftproof.kernels.workspace import Workspace
 
 

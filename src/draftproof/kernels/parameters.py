@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core.host import sent
-from draftproof.core.sampling import Sampling
+from draftproof.core.device import to_device
+from draftproof.core.sampling import SamplingParams
 
 FLOATS: Final = ("temperature", "top_p", "min_p", "draft_temperature", "draft_top_p", "draft_min_p")
 INTS: Final = ("seeds", "positions", "lengths", "top_k", "draft_top_k", "target_rows", "draft_rows", "spare")
@@ -48,7 +48,7 @@ class Parameters:
     @classmethod
     def empty(cls, B: int, device: torch.device | str, *, filtered: bool = True) -> "Parameters":
         """B plain requests: temperature 1, no filters, drafts of length 0, seeds and positions 0."""
-        plain = sent([1.0, 1.0, 0.0] * 2, torch.device(device), torch.float64)
+        plain = to_device([1.0, 1.0, 0.0] * 2, torch.device(device), torch.float64)
         made = cls(plain.repeat(B, 1), torch.zeros((B, len(INTS)), dtype=torch.int64, device=device), filtered)
         made["target_rows"].copy_(torch.arange(B, device=device))
         made["draft_rows"].copy_(torch.arange(B, device=device))
@@ -57,14 +57,14 @@ class Parameters:
     @classmethod
     def of(
         cls,
-        samplings: Sequence[Sampling],
-        draft_samplings: Sequence[Sampling],
+        samplings: Sequence[SamplingParams],
+        draft_samplings: Sequence[SamplingParams],
         *,
         seeds: Int[Tensor, " B"],
         positions: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
     ) -> "Parameters":
-        """The same from `Sampling` objects, on the device of `lengths`. Bias and penalties are `Edits`."""
+        """The same from `SamplingParams` objects, on the device of `lengths`. Bias and penalties are `Edits`."""
         B, device = len(samplings), lengths.device
         if len(draft_samplings) != B:
             raise ValueError(
@@ -80,15 +80,15 @@ class Parameters:
             [column.to(device, torch.long, non_blocking=True) for column in (seeds, positions, lengths)]
         )
         return cls(
-            sent(floats, device, torch.float64).view(B, len(FLOATS)),
-            torch.cat([moving.T, sent(whole, device).view(B, len(INTS) - len(moving))], 1),
+            to_device(floats, device, torch.float64).view(B, len(FLOATS)),
+            torch.cat([moving.T, to_device(whole, device).view(B, len(INTS) - len(moving))], 1),
             filtered=any(filters(s) for pair in both for s in pair),
             warm=any(s.temperature > 0 for s in samplings),
             nucleus=any(filters(s) and s.top_p < 1 and s.top_k is None for pair in both for s in pair),
         )
 
 
-def filters(sampling: Sampling) -> bool:
+def filters(sampling: SamplingParams) -> bool:
     """Whether this request cuts tokens off: a greedy one has nothing left to cut."""
     on = sampling.top_k is not None or sampling.top_p < 1 or sampling.min_p > 0
     return on and sampling.temperature > 0

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.core.distribution import DraftVocab
 from draftproof.core.draw import CHUNK
-from draftproof.core.law import Vocab
-from draftproof.core.sampling import Sampling
+from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import History
 from draftproof.kernels.workspace import chunks
 
@@ -24,7 +24,7 @@ class Edits:
 
     tokens  for target (0) and draft (1) of a request the tokens touched, sorted, then NO_TOKEN; entries of the draft
             vocabulary on the draft's side
-    values  for each law row and token: bias, the factor where x + bias is positive, where it is not, and spent
+    values  for each distribution row and token: bias, the factor where x + bias is positive, where it is not, and spent
     first   for each chunk of a row the index of its first token, and one more
     """
 
@@ -35,15 +35,15 @@ class Edits:
     @classmethod
     def of(
         cls,
-        samplings: Sequence[Sampling],
-        draft_samplings: Sequence[Sampling] | None,
+        samplings: Sequence[SamplingParams],
+        draft_samplings: Sequence[SamplingParams] | None,
         history: Sequence[History] | None,
         draft_tokens: Int[Tensor, "B K"],
         lengths: Int[Tensor, " B"],
         V: int,
-        vocab: Vocab | None = None,
+        vocab: DraftVocab | None = None,
     ) -> "Edits | None":
-        """Twin: `core.edits.edited`, without a look at the draft from the host. None where there is nothing to edit.
+        """Twin: `core.penalties.edited`, without a look at the draft from the host. None where there is nothing to edit.
 
         `draft_samplings` is None where the draft was chosen. Drafted tokens count as seen from their position on.
         """
@@ -76,7 +76,7 @@ class Edits:
         return cls(tokens.int(), values.contiguous(), first.int())
 
 
-def _list(samplings: Sequence[Sampling], seen: Sequence[History], V: int) -> list[dict[int, list[float]]]:
+def _list(samplings: Sequence[SamplingParams], seen: Sequence[History], V: int) -> list[dict[int, list[float]]]:
     """For each row: token → [bias, times in the prompt, times in the output]."""
     lists = []
     for sampling, history in zip(samplings, seen, strict=True):
@@ -119,7 +119,9 @@ class _Side:
         return tokens, values.float()
 
 
-def _side(samplings: Sequence[Sampling], lists: list[dict[int, list[float]]], E: int, device: torch.device) -> _Side:
+def _side(
+    samplings: Sequence[SamplingParams], lists: list[dict[int, list[float]]], E: int, device: torch.device
+) -> _Side:
     tokens = [[*line, *[NO_TOKEN] * (E - len(line))] for line in lists]
     counts = [[*line.values(), *[[0.0] * 3] * (E - len(line))] for line in lists]
     penalties = [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for s in samplings]
@@ -131,7 +133,7 @@ def _side(samplings: Sequence[Sampling], lists: list[dict[int, list[float]]], E:
     )
 
 
-def _renamed(draft: tuple[Tensor, Tensor], vocab: Vocab) -> tuple[Tensor, Tensor]:
+def _renamed(draft: tuple[Tensor, Tensor], vocab: DraftVocab) -> tuple[Tensor, Tensor]:
     """The draft's tokens as entries of its own vocabulary; what is not in it drops out."""
     tokens, values = draft
     entry = vocab.entry[tokens.clamp_max(len(vocab.entry) - 1)]

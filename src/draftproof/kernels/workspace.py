@@ -15,13 +15,13 @@ PER_TILE: Final = 8
 """Chunks in a tile: 4096 tokens, read at one go, are enough bytes on the way to fill the memory's pipe."""
 
 NUMBERS: Final = 7
-"""Numbers kept of a law row."""
+"""Numbers kept of a distribution row."""
 
 FEW: Final = 512
 """Logits of a row that the search for its cutoff ranks."""
 
 WORK: Final = FEW + 2
-"""Places a law row has for that search besides its list of slices; two serve the queue of rows that need more."""
+"""Places a distribution row has for that search besides its list of slices; two serve the queue of rows that need more."""
 
 PARTS: Final = 32
 PIVOTS: Final = 16
@@ -29,7 +29,7 @@ ROUNDS: Final = 2
 """Pieces of a row that are measured side by side, at most; how many numbers it is measured with, and how often."""
 
 MEASURED: Final = ROUNDS * PIVOTS + 3 * PARTS
-"""Places a law row has for what was measured."""
+"""Places a distribution row has for what was measured."""
 
 
 @dataclass(frozen=True, slots=True)

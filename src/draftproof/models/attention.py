@@ -5,11 +5,23 @@ transformers' own `sdpa` repeats keys and values for every query head as soon as
 a model (shadow.py); models of the user never see it.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def steady_attention(device: torch.device) -> AbstractContextManager[None]:
+    """On a GPU all but cuDNN's, which compiles anew for every shape: a text that grows would wait for it again and
+    again. torch prefers it on the newest devices."""
+    return nullcontext() if device.type == "cpu" else sdpa_kernel(KERNELS)
+
 
 NAME = "draftproof"
 

@@ -4,6 +4,8 @@ It knows slots, not tokens: who may look at which slot is the mask's business (m
 """
 
 from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+from weakref import proxy
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +13,70 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin
 
-from draftproof.core import host
-from draftproof.core.host import sent
-from draftproof.models import Cache
-from draftproof.models.graphs import Recordings
-from draftproof.models.slots import SlotLayer
+from draftproof.core.device import is_cpu, to_device
+from draftproof.models.cuda_graphs import Recordings
+from draftproof.models.interface import Cache
+
+
+@runtime_checkable
+class Slots(Protocol):
+    """What a layer asks its cache: how many slots there are, where this pass writes, and how far it looks."""
+
+    capacity: int
+    reach: int
+    slots: Int[Tensor, " N"]
+
+    @property
+    def bound(self) -> int: ...
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers dispatches on this class
+    """One layer's keys and values, `[B, slots, heads, size]`: a row's tokens lie together, as `update` brings them."""
+
+    # A window is cut by the mask. The buffer keeps everything, or a rollback could not bring back what slid out.
+    is_sliding = False
+
+    def __init__(self, cache: Slots) -> None:
+        super().__init__()
+        # Not a reference: the two would hold each other, and buffers and recordings stay until garbage is collected.
+        self.cache: Slots = proxy(cache)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = self._empty(key_states), self._empty(value_states)
+        self.is_initialized = True
+
+    def _empty(self, states: Tensor) -> Tensor:
+        # Zeros, not empty memory: a masked slot still meets a weight of zero, and zero times NaN is NaN.
+        B, heads, _, size = states.shape
+        return states.new_zeros(B, self.cache.capacity, heads, size)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write behind each row's length, return all slots this pass may look at, `[B, heads, reach, size]`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
+        buffer.flatten(0, 1).index_copy_(0, self.cache.slots, states.transpose(1, 2).flatten(0, 1))
+        return buffer[:, : self.cache.reach].transpose(1, 2)
+
+    def map(self, change: Any, *others: "SlotLayer") -> None:
+        """Replace both buffers by what `change` makes of them (and of the other layers' buffers)."""
+        if self.is_initialized:
+            self.keys = change(self.keys, *(other.keys for other in others))
+            self.values = change(self.values, *(other.values for other in others))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.reach, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.bound
+
+    def get_max_length(self) -> int:
+        return -1
+
 
 Lengths = npt.NDArray[np.int64]
 
@@ -75,7 +135,7 @@ class SlotCache:
     def plain(self) -> bool:
         """Does plain causal attention say it all in this pass? Either nothing is remembered yet, or one token of one
         row sees every slot."""
-        exact = self.width == 1 and len(self._lengths) == 1 and host.is_host(self._lengths.device)
+        exact = self.width == 1 and len(self._lengths) == 1 and is_cpu(self._lengths.device)
         return (self.bound == 0 and self.width > 1) or exact
 
     def open(self, width: int, limit: int | None = None) -> Int[Tensor, "B T"]:
@@ -95,7 +155,7 @@ class SlotCache:
         if self.bound + width > self.capacity:
             self._grow(self.bound + width)
         self.width, self.reach = width, self.bound + width
-        if not host.is_host(self._lengths.device):
+        if not is_cpu(self._lengths.device):
             self.reach = min(_rounded(self.reach, CUDA_REACH), self.capacity)
 
     def place(self, lengths: Int[Tensor, " B"]) -> Int[Tensor, "B T"]:
@@ -122,7 +182,7 @@ class SlotCache:
 
     def take(self, rows: Sequence[int]) -> "SlotCache":
         """A cache of these rows, in this order."""
-        index = sent(list(rows), self._lengths.device)
+        index = to_device(list(rows), self._lengths.device)
         taken = self._like(len(rows), self.capacity)
         taken._lengths, taken._ahead = self._lengths[index], self.bound
         taken._known = None if self._known is None else self._known[list(rows)]

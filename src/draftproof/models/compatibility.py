@@ -5,8 +5,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftproof.core.types import ROOT, Inexact
-from draftproof.models import Model
+from draftproof.core.types import ROOT, InexactError
+from draftproof.models.interface import Model
 
 TRIED = frozenset(
     [
@@ -32,14 +32,14 @@ def probe(served: Model, alone: PreTrainedModel) -> None:
         through = _through(served, long, short, slots)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise Inexact(f"{name} cannot be served: it does not take masks and a cache of ours ({reason})") from error
+        raise InexactError(f"{name} cannot be served: it does not take masks and a cache of ours ({reason})") from error
     texts = [text for row in (long, short) for text in (row, torch.cat([row, slots[1:]]))]
     with torch.no_grad():
         plain = torch.stack([alone(text[None], use_cache=False).logits[0, -1] for text in texts])
     off = float((through - plain).abs().max() / plain.std())
     # Half precision rounds far coarser than float32; a wrong mask or position shows as a tenth of the spread or more.
     if not off <= (1e-3 if plain.dtype == torch.float32 else 5e-2):
-        raise Inexact(
+        raise InexactError(
             f"{name} gives other logits in a ragged batch or a tree than alone: they differ by {off:.1e} of their "
             "spread. Its positions or masks are not counted for each row, so it cannot be served exactly"
         )

@@ -73,7 +73,7 @@ class Recordings:
 
 
 @dataclass(slots=True)
-class Recorder:
+class GraphCache:
     """Records the passes of one model. `refusal`: why it does not, once a pass has turned out not to be recordable."""
 
     refusal: str | None = None

@@ -10,8 +10,11 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 from torch import Tensor
 
-Prompt = str | Sequence[Any] | Tensor
-"""Text; or a chat, messages with `role` and `content`; or token ids. `encode` tells them apart."""
+OnePrompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Tensor
+"""Text; or token ids; or a chat, messages with `role` and `content`. `encode` tells them apart."""
+
+Prompt = OnePrompt | Sequence[Any]
+"""One prompt, or a list of prompts. `each` tells them apart."""
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 """What tokenizers write for bytes that are not, or not yet, a character."""

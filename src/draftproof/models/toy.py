@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.models import Cache, Forward
+from draftproof.models.interface import Cache, Forward
 
 
 class Toy:

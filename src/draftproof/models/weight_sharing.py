@@ -5,9 +5,9 @@ import copy
 from torch import nn
 from transformers import PreTrainedModel
 
-from draftproof.core.types import Inexact
+from draftproof.core.types import InexactError
 from draftproof.models.attention import NAME, register
-from draftproof.models.door import decoder_config
+from draftproof.models.hf import decoder_config
 
 
 def shadow(model: PreTrainedModel) -> PreTrainedModel:
@@ -28,7 +28,7 @@ def attentive(model: PreTrainedModel) -> PreTrainedModel:
     if wanted == "eager" or (wanted == "sdpa" and not twin._supports_attention_backend):
         return twin
     if not twin._supports_attention_backend:
-        raise Inexact(
+        raise InexactError(
             f"{type(model).__name__} runs {wanted!r}, which takes no mask of ours: load it with "
             'attn_implementation="sdpa" or "eager"'
         )

@@ -1,28 +1,28 @@
-"""Verification: which draft tokens stand, and what follows them. Pure functions of laws, draft and noise."""
+"""Verification: which draft tokens stand, and what follows them. Pure functions of distributions, draft and noise."""
 
 from typing import Final, Protocol, runtime_checkable
 
-from draftproof.core.law import Law
-from draftproof.core.noise import Noise
+from draftproof.core.distribution import Distribution
+from draftproof.core.rng import Philox
 from draftproof.core.types import Draft, Verdict
-from draftproof.verify.block import block
-from draftproof.verify.coupled import coupled
-from draftproof.verify.token import token
-from draftproof.verify.tree import tree
+from draftproof.rules.block import block
+from draftproof.rules.coupled import coupled
+from draftproof.rules.token import token
+from draftproof.rules.tree import tree
 
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Maps the target's laws, a draft and noise to a verdict whose law is the target's own, exactly.
+    """Maps the target's distributions, a draft and noise to a verdict whose distribution is the target's own, exactly.
 
-    p has shape [B, J]: its law at position 0 follows what the row has emitted, at position i + 1 it follows slot i.
+    p has shape [B, J]: its distribution at position 0 follows what the row has emitted, at position i + 1 it follows slot i.
     """
 
-    def __call__(self, p: Law, draft: Draft, noise: Noise, /) -> Verdict: ...
+    def __call__(self, p: Distribution, draft: Draft, rng: Philox, /) -> Verdict: ...
 
 
 RULES: Final[dict[str, Verifier]] = {"token": token, "block": block, "coupled": coupled, "tree": tree}
-"""The exact rules by name. Lossy ones have no name: who wants one passes it, from `draftproof.verify.lossy`."""
+"""The exact rules by name. Lossy ones have no name: who wants one passes it, from `draftproof.rules.lossy`."""
 
 
 def resolve(rule: str | Verifier) -> Verifier:

@@ -9,25 +9,25 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof import kernels
-from draftproof.core.law import Vocab
-from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling, warp
+from draftproof.core.distribution import Distribution, DraftVocab
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams, warp
+from draftproof.core.tree import check_parents, real
 from draftproof.core.types import PAD, Draft, History, Verdict
-from draftproof.verify import Verifier, resolve
-from draftproof.verify.chain import real
-from draftproof.verify.checks import (
+from draftproof.rules import RULES, Verifier, resolve
+from draftproof.rules.chain import refuse_inexact
+from draftproof.rules.checks import (
     Samplings,
+    check_distribution,
     check_drawn,
-    check_law,
     check_lengths,
     check_same_shape,
     check_shapes,
     check_tokens,
     lengths_of,
-    noise_of,
+    rng_of,
     samplings_of,
 )
-from draftproof.verify.shape import check_parents
 
 Histories = Sequence[History | tuple[Sequence[int] | Tensor, Sequence[int] | Tensor]]
 
@@ -71,7 +71,7 @@ def verify(
     >>> import torch, draftproof as dp
     >>> torch.manual_seed(0)                                      # doctest: +SKIP
     >>> B, K, V = 2, 4, 32000
-    >>> warm = dp.Sampling(temperature=0.8, top_p=0.95)
+    >>> warm = dp.SamplingParams(temperature=0.8, top_p=0.95)
     >>> draft_logits = torch.randn(B, K, V)                       # your drafter's scores, and its own draws:
     >>> draft_tokens = dp.warp(draft_logits, [warm] * B).probs().flatten(0, 1).multinomial(1).view(B, K)
     >>> target_logits = torch.randn(B, K + 1, V)                  # your target's scores, in one pass
@@ -86,7 +86,7 @@ def verify(
     if draft_logits is not None and draft_sampling is None and not all(s.neutral for s in samplings):
         raise ValueError(
             "draft_sampling must say how the draft's tokens were drawn: sampling is not plain softmax, and the "
-            "law of a drawn token cannot be guessed. Pass draft_sampling=sampling if both use the same"
+            "distribution of a drawn token cannot be guessed. Pass draft_sampling=sampling if both use the same"
         )
     given = _Given(
         target_logits,
@@ -99,7 +99,7 @@ def verify(
         allowed,
         parents,
         None if draft_logits is None else draft_ids,
-        cache(partial(noise_of, seeds, positions, samplings, target_logits.device)),
+        cache(partial(rng_of, seeds, positions, samplings, target_logits.device)),
     )
     check_same_shape("allowed", allowed, (B, K + 1, V))
     check_same_shape("parents", parents, (B, K))
@@ -115,13 +115,13 @@ class _Given:
     tokens: Tensor
     draft: Tensor | None
     lengths: Tensor
-    samplings: list[Sampling]
-    drafts: list[Sampling]
+    samplings: list[SamplingParams]
+    drafts: list[SamplingParams]
     seen: list[History] | None
     allowed: Tensor | None
     parents: Tensor | None
     draft_ids: Tensor | None
-    noise: Callable[[], Noise]
+    rng: Callable[[], Philox]
     """Drawn when all else is known to be right: a call that is refused leaves torch's generator as it was."""
 
 
@@ -134,7 +134,7 @@ def _by_kernels(given: _Given, rule: str | Verifier) -> Verdict | None:
         return None
     K, V = given.tokens.shape[1], given.target.shape[-1]
     tokens, lengths = given.tokens.long().contiguous(), given.lengths.clamp(0, K)
-    drafts, noise = None if given.draft is None else given.drafts, given.noise()
+    drafts, rng = None if given.draft is None else given.drafts, given.rng()
     vocab = None if given.draft_ids is None else _unchecked(given.draft_ids, V)
     rows = kernels.verify_rows(
         given.target,
@@ -142,7 +142,7 @@ def _by_kernels(given: _Given, rule: str | Verifier) -> Verdict | None:
         given.draft,
         rule=str(rule),
         parameters=kernels.Parameters.of(
-            given.samplings, given.drafts, seeds=noise.seeds, positions=noise.starts, lengths=lengths
+            given.samplings, given.drafts, seeds=rng.seeds, positions=rng.starts, lengths=lengths
         ),
         edits=kernels.Edits.of(given.samplings, drafts, given.seen, tokens, lengths, V, vocab),
         allowed=None if given.allowed is None else kernels.pack(given.allowed),
@@ -155,11 +155,11 @@ def _by_kernels(given: _Given, rule: str | Verifier) -> Verdict | None:
     return None if bool(wrong.any()) else Verdict(rows.tokens, rows.accepted)
 
 
-def _unchecked(draft_ids: Int[Tensor, " R"], V: int) -> Vocab:
-    """`Vocab.of` without a look at the ids: a clamped one, or two of the same, show when all is looked at together."""
+def _unchecked(draft_ids: Int[Tensor, " R"], V: int) -> DraftVocab:
+    """`DraftVocab.of` without a look at the ids: a clamped one, or two of the same, show when all is looked at together."""
     ids = draft_ids.long().clamp(0, V - 1)
     entry = torch.full((V,), PAD, dtype=torch.long, device=ids.device)
-    return Vocab(ids, entry.scatter_(0, ids, torch.arange(len(ids), device=ids.device)))
+    return DraftVocab(ids, entry.scatter_(0, ids, torch.arange(len(ids), device=ids.device)))
 
 
 def _by_reference(given: _Given, verifier: Verifier) -> Verdict:
@@ -169,11 +169,88 @@ def _by_reference(given: _Given, verifier: Verifier) -> Verdict:
     check_tokens(draft, given.target.shape[-1])
     check_parents(draft)
     p = warp(given.target, given.samplings, given.seen, draft, given.allowed)
-    check_law("target_logits", p, given.allowed, torch.ones_like(p.lse, dtype=torch.bool))
+    check_distribution("target_logits", p, given.allowed, torch.ones_like(p.lse, dtype=torch.bool))
     if given.draft is not None:
-        vocab = None if given.draft_ids is None else Vocab.of(given.draft_ids, given.target.shape[-1])
+        vocab = None if given.draft_ids is None else DraftVocab.of(given.draft_ids, given.target.shape[-1])
         q = warp(given.draft, given.drafts, given.seen, draft, vocab=vocab)
-        check_law("draft_logits", q, None, real(draft))
+        check_distribution("draft_logits", q, None, real(draft))
         draft = Draft(given.tokens, given.lengths, q, parents=given.parents)
         check_drawn(draft, q)
-    return verifier(p, draft, given.noise())
+    return verifier(p, draft, given.rng())
+
+
+MIXED_DRAFT = 8
+"""A fault beside the kernels' own: the distributions of one row's draft differ in kind, which they are not made for."""
+
+
+def serves(logits: Float[Tensor, "B J V"], draft: Draft, rule: str | Verifier) -> bool:
+    """Whether the kernels know this rule, and can take this draft where it lies."""
+    dist = None if draft.q is None else draft.q.logits
+    return draft.parents is None and kernels.serves(logits, draft.tokens, _name(rule), dist)
+
+
+def verify_draft(
+    logits: Float[Tensor, "B J V"],
+    samplings: Sequence[SamplingParams],
+    draft: Draft,
+    rng: Philox,
+    rule: str | Verifier,
+    *,
+    history: Sequence[History] | None = None,
+    allowed: Bool[Tensor, "B J V"] | None = None,
+) -> kernels.Rows:
+    """Judge a draft by raw target logits and by the distributions it was drawn from, as its drafter settled them."""
+    name = _name(rule)
+    if name != "coupled":
+        refuse_inexact(draft, name)
+    tokens, lengths = draft.tokens.contiguous(), draft.lengths
+    settled = [SamplingParams()] * len(
+        samplings
+    )  # the draft's distributions are final: nothing is left to be done to them
+    parameters = kernels.Parameters.of(samplings, settled, seeds=rng.seeds, positions=rng.starts, lengths=lengths)
+    edits = kernels.Edits.of(samplings, settled, history, tokens, lengths, logits.shape[-1])
+    bits = None if allowed is None else kernels.pack(allowed)
+    if draft.q is None or name == "coupled" or tokens.shape[1] == 0:
+        return kernels.verify_rows(logits, tokens, parameters=parameters, rule=name, edits=edits, allowed=bits)
+    dist, kind = draft.q, _kind(draft, draft.q)
+    parameters["draft_temperature"].copy_(kind.temperature)
+    rows = kernels.verify_rows(
+        logits,
+        tokens,
+        dist.logits,
+        parameters=parameters,
+        rule=name,
+        edits=edits,
+        allowed=bits,
+        draft_entries=None if dist.vocab is None else dist.vocab.entry,
+        draft_lse=dist.lse,
+        draft_cutoff=dist.cutoff,
+    )
+    return rows._replace(faults=rows.faults + MIXED_DRAFT * kind.odd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How a row's draft was drawn: at which temperature, 0 where it was chosen. `odd`: not all of it in one way."""
+
+    temperature: Float[Tensor, " B"]
+    odd: Bool[Tensor, " B"]
+
+
+def _kind(draft: Draft, dist: Distribution) -> _Kind:
+    there = real(draft)
+    temperature = 1 / dist.scale[:, 0]
+    differs = (there & (dist.scale != dist.scale[:, :1])).any(1)
+    if dist.plain and draft.drawn is None:
+        return _Kind(temperature, differs)
+    drawn = there if draft.drawn is None else there & draft.drawn
+    point = dist.point != PAD
+    sure = ((point | ~drawn) & there).sum(1)
+    wrong = (point & drawn & (dist.point != draft.tokens)).any(1)  # it was not drawn from that distribution
+    chosen = sure == draft.lengths
+    return _Kind(temperature.masked_fill(chosen, 0.0), wrong | (~chosen & (differs | (sure > 0))))
+
+
+def _name(rule: str | Verifier) -> str:
+    """A rule's name; nothing that the kernels know for one that has none."""
+    return rule if isinstance(rule, str) else next((name for name, known in RULES.items() if known is rule), "")

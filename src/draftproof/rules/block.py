@@ -10,22 +10,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core.closing import close
-from draftproof.core.draw import chunk_sums
-from draftproof.core.law import Law, normalise
-from draftproof.core.noise import Noise
+from draftproof.core.distribution import Distribution, normalise
+from draftproof.core.draw import chunk_sums, close
+from draftproof.core.rng import Philox
 from draftproof.core.types import Draft, Verdict
-from draftproof.verify.chain import log_ratios, refuse_inexact, verdict, weighted_excess
-from draftproof.verify.judgement import Judgement
-from draftproof.verify.token import token
+from draftproof.rules.chain import StopTable, log_ratios, refuse_inexact, verdict, weighted_excess
+from draftproof.rules.token import token
 
 
-def block(p: Law, draft: Draft, noise: Noise) -> Verdict:
+def block(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
     refuse_inexact(draft, "block")
-    if draft.law is None:
-        return token(p, draft, noise)  # under a point mass w never exceeds 1, and the two rules are one
+    if draft.q is None:
+        return token(p, draft, rng)  # under a point mass w never exceeds 1, and the two rules are one
     log_weight = log_weights(p, draft)
-    coins = torch.nn.functional.pad(noise.coins(draft.tokens.shape[1]), (1, 0))  # node 0 needs none
+    coins = torch.nn.functional.pad(rng.coins(draft.tokens.shape[1]), (1, 0))  # node 0 needs none
     rows, at = torch.arange(len(draft.lengths), device=draft.lengths.device), draft.lengths
     accepted = torch.zeros_like(draft.lengths)
     stops = coins[rows, at].log() < log_weight[rows, at]
@@ -33,7 +31,7 @@ def block(p: Law, draft: Draft, noise: Noise) -> Verdict:
     accepted[stops] = at[stops]
     while len(rows := rows[~stops]):
         at = at[~stops] - 1
-        chance, spare = station(p, draft, log_weight[rows, at], rows, at)
+        chance, spare = stop_point(p, draft, log_weight[rows, at], rows, at)
         stops = coins[rows, at] < chance
         accepted[rows[stops]] = at[stops]
         stopped.append(rows[stops])
@@ -41,7 +39,7 @@ def block(p: Law, draft: Draft, noise: Noise) -> Verdict:
         del spare  # not to be held while the next station is visited
     order = torch.cat(stopped)
     closing = torch.empty_like(accepted)
-    closing[order] = close(_rows(weights), noise.take(order))
+    closing[order] = close(_rows(weights), rng.take(order))
     return verdict(draft, accepted, closing)
 
 
@@ -51,21 +49,21 @@ def _rows(parts: list[Tensor]) -> Float[Tensor, "B V"]:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def judge(p: Law, draft: Draft) -> Judgement:
+def stop_table(p: Distribution, draft: Draft) -> StopTable:
     """Every station, from the end of the draft down to the root; a short draft's last stations are never reached."""
     log_weight = log_weights(p, draft)
     rows, at = torch.arange(len(draft.lengths), device=draft.lengths.device), draft.lengths
-    nodes, chances, laws = [at], [log_weight[rows, at].exp()], [p.probs_at(rows, at)]
+    nodes, chances, dists = [at], [log_weight[rows, at].exp()], [p.probs_at(rows, at)]
     for _ in range(draft.tokens.shape[1]):
         at = (at - 1).clamp_min(0)
-        chance, spare = station(p, draft, log_weight[rows, at], rows, at)
+        chance, spare = stop_point(p, draft, log_weight[rows, at], rows, at)
         nodes.append(at)
         chances.append(chance)
-        laws.append(normalise(spare, spare))
-    return Judgement(torch.stack(nodes, 1), torch.stack(chances, 1), torch.stack(laws, 1))
+        dists.append(normalise(spare, spare))
+    return StopTable(torch.stack(nodes, 1), torch.stack(chances, 1), torch.stack(dists, 1))
 
 
-def log_weights(p: Law, draft: Draft) -> Float[Tensor, "B J"]:
+def log_weights(p: Distribution, draft: Draft) -> Float[Tensor, "B J"]:
     """log w₀ … log w_K: the walk of the log-ratios, never above 0."""
     weight = torch.zeros_like(p.lse[:, 0])
     walk = [weight]
@@ -75,8 +73,8 @@ def log_weights(p: Law, draft: Draft) -> Float[Tensor, "B J"]:
     return torch.stack(walk, 1)
 
 
-def station(
-    p: Law, draft: Draft, log_weight: Float[Tensor, " N"], rows: Int[Tensor, " N"], at: Int[Tensor, " N"]
+def stop_point(
+    p: Distribution, draft: Draft, log_weight: Float[Tensor, " N"], rows: Int[Tensor, " N"], at: Int[Tensor, " N"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, "N V"]]:
     """Inside a draft: the chance of stopping here, if nothing deeper did, and what the closing token is drawn from."""
     spare, factor = weighted_excess(p, draft, rows, at, log_weight.exp())

@@ -1,48 +1,59 @@
-"""What the chain rules share: a draft's own law at a place, what is left of p there, and how a verdict is written."""
+"""What the chain rules share: a draft's own distribution at a place, what is left of p there, and how a verdict is written."""
+
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core.law import FEW, Law
-from draftproof.core.types import PAD, Draft, Inexact, Verdict
+from draftproof.core.distribution import ROW_BY_ROW, Distribution
+from draftproof.core.types import PAD, Draft, InexactError, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class StopTable:
+    """The stations at which a row may stop, in the order in which they are tried.
+
+    At station s the row stops with probability `chance[:, s]`, given that it got there; it then keeps the draft up
+    to node `node[:, s]` and closes with a token from the distribution `closing[:, s]`. Node 0 is the root, before any draft
+    token; node i + 1 stands behind slot i, so for a chain the node is the number of kept tokens.
+    """
+
+    node: Int[Tensor, "B S"]
+    chance: Float[Tensor, "B S"]
+    closing: Float[Tensor, "B S V"]
 
 
 def refuse_inexact(draft: Draft, rule: str) -> None:
     """Refuse what this chain rule would get wrong."""
     if draft.parents is not None:
-        raise Inexact(f'rule="{rule}" verifies chains, and this draft is a tree (it has parents): use rule="tree"')
-    if draft.shared_noise:
-        raise Inexact(
+        raise InexactError(f'rule="{rule}" verifies chains, and this draft is a tree (it has parents): use rule="tree"')
+    if draft.shared_rng:
+        raise InexactError(
             f'this draft was drawn with the target\'s own noise; under rule="{rule}" that is a bias. '
             'Use rule="coupled", or draw the draft with DRAFT noise'
         )
 
 
-def real(draft: Draft) -> Bool[Tensor, "B K"]:
-    """Which slots hold a token."""
-    return torch.arange(draft.tokens.shape[1], device=draft.tokens.device) < draft.lengths[:, None]
-
-
-def log_ratios(p: Law, draft: Draft) -> Float[Tensor, "B K"]:
+def log_ratios(p: Distribution, draft: Draft) -> Float[Tensor, "B K"]:
     """log p(x) − log q(x) of every drafted token x; q is 1 where it was chosen."""
     log_p = p.head(draft.tokens.shape[1]).log_prob(draft.tokens)
-    if draft.law is None:
+    if draft.q is None:
         return log_p
-    log_q = draft.law.log_prob(draft.tokens)
+    log_q = draft.q.log_prob(draft.tokens)
     if draft.drawn is not None:
         log_q = log_q.masked_fill(~draft.drawn, 0.0)
     return torch.where(torch.isneginf(log_p), log_p, log_p - log_q)  # 0/0: an impossible token stays impossible
 
 
 def draft_probs(draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], like: Tensor) -> Float[Tensor, "N V"]:
-    """q at these places, dense: the declared law, or a point mass on a chosen token."""
-    if draft.law is not None and draft.drawn is None:
-        return draft.law.probs_at(rows, at)
+    """q at these places, dense: the declared distribution, or a point mass on a chosen token."""
+    if draft.q is not None and draft.drawn is None:
+        return draft.q.probs_at(rows, at)
     dense = torch.zeros_like(like).scatter_(-1, draft.tokens[rows, at].clamp_min(0)[:, None], 1.0)
-    if draft.law is None or draft.drawn is None:
+    if draft.q is None or draft.drawn is None:
         return dense
-    return torch.where(draft.drawn[rows, at][:, None], draft.law.probs_at(rows, at), dense)
+    return torch.where(draft.drawn[rows, at][:, None], draft.q.probs_at(rows, at), dense)
 
 
 def draft_prob_of(
@@ -50,23 +61,23 @@ def draft_prob_of(
 ) -> Float[Tensor, "N M"]:
     """q of several tokens at each of these places."""
     chosen = (tokens == draft.tokens[rows, at][:, None]).double()
-    if draft.law is None:
+    if draft.q is None:
         return chosen
-    drawn = draft.law.log_probs_at(rows, at, tokens).exp()
+    drawn = draft.q.log_probs_at(rows, at, tokens).exp()
     return drawn if draft.drawn is None else torch.where(draft.drawn[rows, at][:, None], drawn, chosen)
 
 
 def drafted_probs(draft: Draft) -> Float[Tensor, "B K"]:
     """q of every drafted token, 1 where it was chosen."""
-    if draft.law is None:
+    if draft.q is None:
         return torch.ones_like(draft.tokens, dtype=torch.float64)
-    drawn = draft.law.log_prob(draft.tokens).exp()
+    drawn = draft.q.log_prob(draft.tokens).exp()
     return drawn if draft.drawn is None else drawn.masked_fill(~draft.drawn, 1.0)
 
 
-def slot_laws(draft: Draft, law: Law) -> Float[Tensor, "B K V"]:
-    """q of every slot, dense; `law` is the draft's own. `draft_probs` of all places at once, without a look at them."""
-    q = law.probs()
+def slot_distributions(draft: Draft, dist: Distribution) -> Float[Tensor, "B K V"]:
+    """q of every slot, dense; `distribution` is the draft's own. `draft_probs` of all places at once, without a look at them."""
+    q = dist.probs()
     if draft.drawn is None:
         return q
     drawn, tokens = draft.drawn[..., None], draft.tokens.clamp_min(0)[..., None]
@@ -88,15 +99,15 @@ def excess(
 
 
 def weighted_excess(
-    p: Law, draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], weight: Float[Tensor, " N"]
+    p: Distribution, draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], weight: Float[Tensor, " N"]
 ) -> tuple[Float[Tensor, "N V"], Float[Tensor, " N"]]:
     """max(0, w·p − q) at places inside their drafts, up to a factor for each row; and that factor."""
     here, gain = p.weights_at(rows, at)
     factor = weight * gain
-    if draft.law is None or draft.drawn is not None or draft.law.vocab is not None or len(rows) > FEW:
+    if draft.q is None or draft.drawn is not None or draft.q.vocab is not None or len(rows) > ROW_BY_ROW:
         here.mul_(factor.to(here.dtype)[:, None]).sub_(draft_probs(draft, rows, at, here))
         return here.clamp_min_(0), torch.ones_like(factor)
-    q, q_gain = draft.law.weights_at(rows, at)
+    q, q_gain = draft.q.weights_at(rows, at)
     # w·p − q = factor · (here − q · q_gain / factor): a pass less than scaling both. Without weight nothing is left
     ratio = torch.where(factor > 0, q_gain / factor, 0.0).clamp_max(torch.finfo(here.dtype).max)
     for mine, its, c in zip(here, q, ratio.tolist(), strict=True):

@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from draftproof.core.law import Law
-from draftproof.core.noise import Noise
-from draftproof.core.sampling import Sampling
+from draftproof.core.distribution import Distribution
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams
+from draftproof.core.tree import real
 from draftproof.core.types import Draft
-from draftproof.verify.chain import real
 
-Samplings = Sampling | Sequence[Sampling]
+Samplings = SamplingParams | Sequence[SamplingParams]
 
 
 def check_shapes(
@@ -46,11 +46,11 @@ def check_same_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -
         raise ValueError(f"{name} must be {list(shape)}; got {list(tensor.shape)}")
 
 
-def samplings_of(name: str, given: Samplings | None, B: int) -> list[Sampling]:
-    if given is None or isinstance(given, Sampling):
-        return [given or Sampling()] * B
+def samplings_of(name: str, given: Samplings | None, B: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * B
     if len(given) != B:
-        raise ValueError(f"{name} must be one Sampling, or one for each of {B} rows; got {len(given)}")
+        raise ValueError(f"{name} must be one SamplingParams, or one for each of {B} rows; got {len(given)}")
     return list(given)
 
 
@@ -74,11 +74,11 @@ def check_tokens(draft: Draft, V: int) -> None:
         raise ValueError(f"draft_tokens[{b}, {i}] is {int(draft.tokens[b, i])}; the vocabulary is [0, {V})")
 
 
-def check_law(name: str, law: Law, allowed: Tensor | None, where: Bool[Tensor, "B J"]) -> None:
-    wrong = law.lse.isnan() & where
+def check_distribution(name: str, dist: Distribution, allowed: Tensor | None, where: Bool[Tensor, "B J"]) -> None:
+    wrong = dist.lse.isnan() & where
     if bool(wrong.any()):
         b, j = wrong.nonzero()[0].tolist()
-        row = law.logits[b, j]
+        row = dist.logits[b, j]
         if bool(row.isnan().any()):
             what = "has NaN in it"
         elif bool((row == torch.inf).any()):
@@ -90,23 +90,23 @@ def check_law(name: str, law: Law, allowed: Tensor | None, where: Bool[Tensor, "
         raise ValueError(f"{name}[{b}, {j}] {what}")
 
 
-def check_drawn(draft: Draft, q: Law) -> None:
+def check_drawn(draft: Draft, q: Distribution) -> None:
     impossible = torch.isneginf(q.log_prob(draft.tokens)) & real(draft)
     if bool(impossible.any()):
         b, i = impossible.nonzero()[0].tolist()
         raise ValueError(
             f"draft_tokens[{b}, {i}] = {int(draft.tokens[b, i])} has probability 0 under draft_logits with "
-            "draft_sampling: it was not drawn from that law. Pass the law it was drawn from, or no draft_logits if "
+            "draft_sampling: it was not drawn from that distribution. Pass the distribution it was drawn from, or no draft_logits if "
             "it was chosen"
         )
 
 
-def noise_of(
+def rng_of(
     seeds: Tensor | int | None,
     positions: Tensor | int | None,
-    samplings: Sequence[Sampling],
+    samplings: Sequence[SamplingParams],
     device: torch.device,
-) -> Noise:
+) -> Philox:
     B = len(samplings)
     seeded = seeds is not None or any(s.seed is not None for s in samplings)
     if positions is None and seeded:
@@ -118,7 +118,7 @@ def noise_of(
         fresh = torch.randint(2**62, (B,)).tolist()
         seeds = torch.tensor([f if s.seed is None else s.seed for s, f in zip(samplings, fresh, strict=True)])
     positions = 0 if positions is None else positions
-    return Noise(_column("seeds", seeds, B, device), _column("positions", positions, B, device))
+    return Philox(_column("seeds", seeds, B, device), _column("positions", positions, B, device))
 
 
 def _column(name: str, value: Tensor | int, B: int, device: torch.device) -> Int[Tensor, " B"]:

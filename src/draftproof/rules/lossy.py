@@ -1,7 +1,7 @@
 """The only place with inexact rules. Each is opt-in, says so in its verdict, and measures how far off it is.
 
 None of them has a name that `rule=` would take: who wants one passes it, `rule=draftproof.lossy.lenient(0.8)`. For
-each draft position the verdict carries the total variation and the KL divergence between the law of the token that
+each draft position the verdict carries the total variation and the KL divergence between the distribution of the token that
 leaves there and the target's, given that the round gets there; both bounds add up along a text (KL exactly).
 """
 
@@ -12,23 +12,24 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from draftproof.core.closing import close
-from draftproof.core.law import Law, overlap, residual, total_variation
-from draftproof.core.noise import Noise
+from draftproof.core.distribution import Distribution, overlap, residual, total_variation
+from draftproof.core.draw import close
+from draftproof.core.rng import Philox
+from draftproof.core.tree import real
 from draftproof.core.types import Deviation, Draft, Verdict
-from draftproof.verify.chain import draft_probs, log_ratios, real, refuse_inexact, verdict
-from draftproof.verify.token import closing, leading
+from draftproof.rules.chain import draft_probs, log_ratios, refuse_inexact, verdict
+from draftproof.rules.token import closing, leading
 
 
-def unadjusted(p: Law, draft: Draft, noise: Noise) -> Verdict:
+def unadjusted(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
     """Token verification with the residual skipped: a rejected position is drawn from p itself.
 
-    Other implementations offer this as "skip the sample adjustment". What leaves has the law min(p, q) + β·p with
-    β = TV(p, q): tokens that the drafter likes come too often, by α·(1 − α)·TV(accepted law, residual law) ≤ 1/4.
+    Other implementations offer this as "skip the sample adjustment". What leaves has the distribution min(p, q) + β·p with
+    β = TV(p, q): tokens that the drafter likes come too often, by α·(1 − α)·TV(accepted distribution, residual distribution) ≤ 1/4.
     """
     refuse_inexact(draft, "unadjusted")
-    kept = noise.coins(draft.tokens.shape[1]).log() < log_ratios(p, draft)
-    return _from_p(p, draft, noise, kept, lambda p, q: p.minimum(q) + (1 - overlap(p, q))[..., None] * p)
+    kept = rng.coins(draft.tokens.shape[1]).log() < log_ratios(p, draft)
+    return _from_p(p, draft, rng, kept, lambda p, q: p.minimum(q) + (1 - overlap(p, q))[..., None] * p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,14 @@ class lenient:  # noqa: N801  (it is used as a function that returns a rule)
         if not 0 < self.leniency <= 1:
             raise ValueError(f"leniency must lie in (0, 1] (1 is exact); got {self.leniency!r}")
 
-    def __call__(self, p: Law, draft: Draft, noise: Noise) -> Verdict:
+    def __call__(self, p: Distribution, draft: Draft, rng: Philox) -> Verdict:
         refuse_inexact(draft, "lenient")
-        coins = noise.coins(draft.tokens.shape[1]) * self.leniency
+        coins = rng.coins(draft.tokens.shape[1]) * self.leniency
         accepted = leading((coins.log() < log_ratios(p, draft)) & real(draft))
-        exact = verdict(draft, accepted, closing(p, draft, accepted, noise))
-        return _metered(exact, p, draft, self._law)
+        exact = verdict(draft, accepted, closing(p, draft, accepted, rng))
+        return _metered(exact, p, draft, self._dist)
 
-    def _law(self, p: Tensor, q: Tensor) -> Tensor:
+    def _dist(self, p: Tensor, q: Tensor) -> Tensor:
         kept = q.minimum(p / self.leniency)
         return kept + (1 - kept.sum(-1, keepdim=True)) * residual(p, q)
 
@@ -71,34 +72,34 @@ class typical:  # noqa: N801
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in (0, 1]; got {getattr(self, name)!r}")
 
-    def __call__(self, p: Law, draft: Draft, noise: Noise) -> Verdict:
+    def __call__(self, p: Distribution, draft: Draft, rng: Philox) -> Verdict:
         refuse_inexact(draft, "typical")
         K = draft.tokens.shape[1]
         kept = self._accepts(p.head(K).probs()).gather(-1, draft.tokens.clamp_min(0)[..., None])[..., 0]
-        return _from_p(p, draft, noise, kept, self._law)
+        return _from_p(p, draft, rng, kept, self._dist)
 
     def _accepts(self, p: Float[Tensor, "*B V"]) -> Bool[Tensor, "*B V"]:
         entropy = torch.special.entr(p).sum(-1, keepdim=True)
         typical_enough: Tensor = p > (self.delta * (-entropy).exp()).clamp_max(self.epsilon)
         return typical_enough
 
-    def _law(self, p: Tensor, q: Tensor) -> Tensor:
+    def _dist(self, p: Tensor, q: Tensor) -> Tensor:
         accepted = q * self._accepts(p)
         return accepted + (1 - accepted.sum(-1, keepdim=True)) * p
 
 
 Output = Callable[[Tensor, Tensor], Tensor]
-"""(p, q) ↦ the law of the token that leaves."""
+"""(p, q) ↦ the distribution of the token that leaves."""
 
 
-def _from_p(p: Law, draft: Draft, noise: Noise, kept: Bool[Tensor, "B K"], output: Output) -> Verdict:
+def _from_p(p: Distribution, draft: Draft, rng: Philox, kept: Bool[Tensor, "B K"], output: Output) -> Verdict:
     """Keep the leading run, close from p whatever happened."""
     accepted = leading(kept & real(draft))
     rows = torch.arange(len(accepted), device=accepted.device)
-    return _metered(verdict(draft, accepted, close(p.weights_at(rows, accepted)[0], noise)), p, draft, output)
+    return _metered(verdict(draft, accepted, close(p.weights_at(rows, accepted)[0], rng)), p, draft, output)
 
 
-def _metered(made: Verdict, p: Law, draft: Draft, output: Output) -> Verdict:
+def _metered(made: Verdict, p: Distribution, draft: Draft, output: Output) -> Verdict:
     B, K = draft.tokens.shape
     here = p.head(K).probs()
     rows, at = torch.arange(B, device=here.device).repeat_interleave(K), torch.arange(K, device=here.device).repeat(B)

@@ -1,7 +1,7 @@
 """Tree verification by traversal: depth first, leaves before their parents, any mixture of drawn and chosen slots.
 
 Weng et al. 2025 (arXiv 2505.12398), in our derivation (docs/why-it-is-exact.md). A node is entered with a weight
-w = min(1, w_parent · p(t)/q(t)); when a whole subtree is rejected, its slot's law is taken out of the parent's:
+w = min(1, w_parent · p(t)/q(t)); when a whole subtree is rejected, its slot's distribution is taken out of the parent's:
 r = max(0, w·p − q), Z = Σ r, then p ← r/Z and w ← Z/(Z + 1 − w); after its last child a node is kept with probability
 w, the root for certain. On a chain this is block verification; with leaves only, sibling by sibling rejection.
 
@@ -20,58 +20,57 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core import host
-from draftproof.core.closing import close
-from draftproof.core.law import Law, normalise
-from draftproof.core.noise import Noise
-from draftproof.core.types import PAD, Draft, Inexact, Verdict
-from draftproof.verify.chain import draft_probs, drafted_probs, slot_laws
-from draftproof.verify.judgement import Judgement
-from draftproof.verify.shape import Shape, check_parents
+from draftproof.core.device import is_cpu
+from draftproof.core.distribution import Distribution, normalise
+from draftproof.core.draw import close
+from draftproof.core.rng import Philox
+from draftproof.core.tree import Shape, check_parents
+from draftproof.core.types import PAD, Draft, InexactError, Verdict
+from draftproof.rules.chain import StopTable, draft_probs, drafted_probs, slot_distributions
 
-FEW: Final = 64
+ROW_BY_ROW: Final = 64
 """Rows up to which each is followed by itself, on the host: of more, most steps are some row's anyway."""
 
 
-def tree(p: Law, draft: Draft, noise: Noise) -> Verdict:
-    if draft.shared_noise:
-        raise Inexact('this draft was drawn with the target\'s own noise, which is a bias under rule="tree"')
-    coins = torch.nn.functional.pad(noise.coins(draft.tokens.shape[1]), (1, 0))  # the root's is 0: it stops for certain
-    on_host = host.is_host(draft.tokens.device)
+def tree(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
+    if draft.shared_rng:
+        raise InexactError('this draft was drawn with the target\'s own noise, which is a bias under rule="tree"')
+    coins = torch.nn.functional.pad(rng.coins(draft.tokens.shape[1]), (1, 0))  # the root's is 0: it stops for certain
+    on_host = is_cpu(draft.tokens.device)
     if on_host:
         check_parents(draft)
-    follow = on_host and len(coins) <= FEW
+    follow = on_host and len(coins) <= ROW_BY_ROW
     walk = Walk.to_the_first_stop(p, draft, coins) if follow else Walk.through_all(p, draft)
     node = walk.shape.turn.masked_fill(~(coins < walk.chances()), coins.shape[1]).argmin(1)
-    closing = close(walk.law[torch.arange(len(node), device=node.device), node], noise)
+    closing = close(walk.dist[torch.arange(len(node), device=node.device), node], rng)
     return _verdict(draft, walk.shape.path(node), closing)
 
 
-def judge(p: Law, draft: Draft) -> Judgement:
+def stop_table(p: Distribution, draft: Draft) -> StopTable:
     """Every station, leaves first; what stands behind a row's root is never reached."""
-    return Walk.through_all(p, draft).judgement()
+    return Walk.through_all(p, draft).table()
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """All rows on their way through their trees. `law` and `weight` are a node's own as soon as all its children are
-    rejected: who stops there stops with this chance, and closes with a token from this law."""
+    """All rows on their way through their trees. `distribution` and `weight` are a node's own as soon as all its children are
+    rejected: who stops there stops with this chance, and closes with a token from this distribution."""
 
-    p: Law
+    p: Distribution
     draft: Draft
     shape: Shape
-    law: Float[Tensor, "B J V"]
+    dist: Float[Tensor, "B J V"]
     weight: Float[Tensor, "B J"]
     q: Float[Tensor, "B K"]
     """Of each drafted token."""
-    q_laws: Float[Tensor, "B K V"] | None = None
-    """The laws that the slots were drawn from, where all of them will be wanted."""
+    q_dists: Float[Tensor, "B K V"] | None = None
+    """The distributions that the slots were drawn from, where all of them will be wanted."""
 
     @classmethod
-    def through_all(cls, p: Law, draft: Draft) -> "Walk":
-        """Take every step, slot by slot. Laws are written out for all nodes and slots: twice the memory of the scores,
+    def through_all(cls, p: Distribution, draft: Draft) -> "Walk":
+        """Take every step, slot by slot. Distributions are written out for all nodes and slots: twice the memory of the scores,
         and once where no slot was drawn."""
-        walk = cls._start(p, draft, p.probs(), None if draft.law is None else slot_laws(draft, draft.law))
+        walk = cls._start(p, draft, p.probs(), None if draft.q is None else slot_distributions(draft, draft.q))
         B, J = walk.weight.shape
         rows, nodes = torch.arange(B, device=walk.weight.device), torch.arange(J, device=walk.weight.device)
         for node in nodes[1:].expand(B, J - 1).unbind(1):
@@ -80,11 +79,11 @@ class Walk:
         return walk
 
     @classmethod
-    def to_the_first_stop(cls, p: Law, draft: Draft, coins: Float[Tensor, "B J"]) -> "Walk":
+    def to_the_first_stop(cls, p: Distribution, draft: Draft, coins: Float[Tensor, "B J"]) -> "Walk":
         """From station to station, each row until a coin lets it stop. For the host: it looks."""
         (B, J), everyone = coins.shape, torch.arange(len(coins))
         walk = cls._start(p, draft, p.logits.new_empty(B, J, p.vocab_size))
-        walk.law[:, 0] = p.probs_at(everyone, torch.zeros_like(everyone))
+        walk.dist[:, 0] = p.probs_at(everyone, torch.zeros_like(everyone))
         visits, going = walk.shape.visits(), list(range(B))
         for turn in range(J - 1):
             going = [b for b in going if turn < len(visits[b])]
@@ -93,7 +92,7 @@ class Walk:
             for nodes in zip_longest(*(visits[b][turn].entered for b in going)):
                 rows, node = _columns([(b, n) for b, n in zip(going, nodes, strict=True) if n is not None])
                 walk._enter(rows, node)
-                walk.law[rows, node] = p.probs_at(rows, node)
+                walk.dist[rows, node] = p.probs_at(rows, node)
             rows, node = _columns([(b, visits[b][turn].node) for b in going])
             goes_on = ~(coins[rows, node] < walk.weight[rows, node])
             going = rows[goes_on].tolist()
@@ -102,41 +101,41 @@ class Walk:
         return walk
 
     @classmethod
-    def _start(cls, p: Law, draft: Draft, law: Tensor, q_laws: Tensor | None = None) -> "Walk":
+    def _start(cls, p: Distribution, draft: Draft, dist: Tensor, q_dists: Tensor | None = None) -> "Walk":
         """At the root. A node that is not entered has no weight: nobody stops there."""
-        weight = torch.zeros(law.shape[:2], dtype=torch.float64, device=law.device)
+        weight = torch.zeros(dist.shape[:2], dtype=torch.float64, device=dist.device)
         weight[:, 0] = 1.0
-        return cls(p, draft, Shape.of(draft), law, weight, drafted_probs(draft), q_laws)
+        return cls(p, draft, Shape.of(draft), dist, weight, drafted_probs(draft), q_dists)
 
     def _enter(self, rows: Int[Tensor, " N"], node: Int[Tensor, " N"]) -> None:
         slot = node - 1
         parent = self.shape.parent[rows, slot]
-        wanted = self.weight[rows, parent] * self.law[rows, parent, self.draft.tokens[rows, slot]]
+        wanted = self.weight[rows, parent] * self.dist[rows, parent, self.draft.tokens[rows, slot]]
         self.weight[rows, node] = torch.where(wanted > 0, (wanted / self.q[rows, slot]).clamp_max(1.0), 0.0)
 
     def _reject(self, rows: Int[Tensor, " N"], node: Int[Tensor, " N"]) -> None:
         slot = node - 1
         parent = self.shape.parent[rows, slot]
-        w, law = self.weight[rows, parent], self.law[rows, parent]
-        spare = law * w.to(law.dtype)[:, None]
-        spare.sub_(self._q_law(rows, slot, law)).clamp_min_(0)
+        w, dist = self.weight[rows, parent], self.dist[rows, parent]
+        spare = dist * w.to(dist.dtype)[:, None]
+        spare.sub_(self._q_dist(rows, slot, dist)).clamp_min_(0)
         mass = spare.double().sum(-1)
         self.weight[rows, parent] = mass / (mass + (1 - w)).clamp_min(torch.finfo(mass.dtype).tiny)
-        self.law[rows, parent] = normalise(spare, law)
+        self.dist[rows, parent] = normalise(spare, dist)
 
-    def _q_law(self, rows: Int[Tensor, " N"], slot: Int[Tensor, " N"], like: Tensor) -> Float[Tensor, "N V"]:
-        return draft_probs(self.draft, rows, slot, like) if self.q_laws is None else self.q_laws[rows, slot]
+    def _q_dist(self, rows: Int[Tensor, " N"], slot: Int[Tensor, " N"], like: Tensor) -> Float[Tensor, "N V"]:
+        return draft_probs(self.draft, rows, slot, like) if self.q_dists is None else self.q_dists[rows, slot]
 
     def chances(self) -> Float[Tensor, "B J"]:
         """Of stopping at each node, if nothing stopped the row before. The root stops it for certain."""
         return torch.nn.functional.pad(self.weight[:, 1:], (1, 0), value=1.0)
 
-    def judgement(self) -> Judgement:
+    def table(self) -> StopTable:
         """The stations in the order of their turns; those behind the root's are the root's again."""
         turn = self.shape.turn
         node = turn.argsort(1).masked_fill(torch.arange(turn.shape[1], device=turn.device) > turn[:, :1], 0)
         rows = torch.arange(len(node), device=node.device)[:, None]
-        return Judgement(node, self.chances()[rows, node], self.law[rows, node])
+        return StopTable(node, self.chances()[rows, node], self.dist[rows, node])
 
 
 def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]]:

@@ -11,24 +11,18 @@ import torch
 from transformers import PreTrainedModel
 
 from draftproof.engine.load import load
-from draftproof.models.door import head_size
-from draftproof.models.head import Head
-from draftproof.models.headfile import meta_for, save
-from draftproof.models.hf import HFModel
-from draftproof.models.steady import steady_attention
-from draftproof.models.tapped import shape_for
+from draftproof.models.attention import steady_attention
+from draftproof.models.head.file import meta_for, save
+from draftproof.models.head.network import Head
+from draftproof.models.head.taps import shape_for
+from draftproof.models.hf import HFModel, head_size
 from draftproof.train import report as reports
-from draftproof.train.budget import DATA, Budget
-from draftproof.train.corpus import Corpus, corpus, ends_of, frequent
-from draftproof.train.exam import examine
-from draftproof.train.notes import Notes, room_on
-from draftproof.train.origin import Origin, origin
-from draftproof.train.plan import DEFAULT_VOCAB, Plan, Workplace, workplace
+from draftproof.train.config import DATA, DEFAULT_VOCAB, Budget, Plan, Workplace, workplace
+from draftproof.train.data import Corpus, corpus, ends_of, frequent
+from draftproof.train.evaluate import examine, tried
 from draftproof.train.report import Figures
-from draftproof.train.student import Student, needs
-from draftproof.train.study import Progress, Study
-from draftproof.train.teacher import Teacher, counted
-from draftproof.train.trial import tried
+from draftproof.train.target import Notes, TargetSignals, counted, room_on
+from draftproof.train.trainer import Origin, Progress, Student, Study, needs, origin
 
 EXAM: Final = 0.2
 """Of the time for the evaluation: the rest is the loop's."""
@@ -115,7 +109,7 @@ def _learnt(place: Workplace, budget: Budget, watch: Watch) -> Figures:
     return figures
 
 
-def _keep(plan: Plan, figures: Figures, student: Student, teacher: Teacher, model: PreTrainedModel) -> None:
+def _keep(plan: Plan, figures: Figures, student: Student, teacher: TargetSignals, model: PreTrainedModel) -> None:
     """The head and its figures, as far as they are known."""
     training = {name: value for name, value in figures.items() if name != "history"}
     ids = tuple(teacher.ids.tolist())
@@ -136,13 +130,13 @@ def _target(plan: Plan) -> tuple[PreTrainedModel, Any]:
     return engine.hf, engine.tokenizer
 
 
-def _teacher(plan: Plan, model: PreTrainedModel, tokenizer: Any, texts: Corpus) -> Teacher:
+def _teacher(plan: Plan, model: PreTrainedModel, tokenizer: Any, texts: Corpus) -> TargetSignals:
     vocab = plan.vocab or min(DEFAULT_VOCAB, head_size(model))
     ids = frequent(texts.train, head_size(model), vocab, ends_of(model, tokenizer))
-    return Teacher(model, shape_for(model).taps, ids)
+    return TargetSignals(model, shape_for(model).taps, ids)
 
 
-def _study(place: Workplace, head: Head, teacher: Teacher, texts: Corpus, budget: Budget) -> Study:
+def _study(place: Workplace, head: Head, teacher: TargetSignals, texts: Corpus, budget: Budget) -> Study:
     """A student that begins with this head, or the one of the checkpoint."""
     plan = place.plan
     if not len(counted(texts.train, plan.depth)):

@@ -3,16 +3,79 @@
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from draftproof.core.sampling import Sampling
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.core.distribution import Distribution
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams
+from draftproof.core.types import Draft, Verdict
 from draftproof.engine.engine import Engine
+from draftproof.engine.load import load
 from draftproof.engine.request import Output
-from draftproof.models.text import encode
+from draftproof.models.tokenizer import encode
+from draftproof.rules.block import block
+from draftproof.train.config import Budget, Plan
+from draftproof.train.generate import Texts
+from draftproof.train.loss import CHUNK
+from draftproof.train.target import Lesson, TargetSignals
+from draftproof.train.trainer import Student
+
+MOST_TEXTS: Final = 256
+BATCH: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """Shares of positions, at each step: the mass that target and head have in common, and equal first choices."""
+
+    texts: int
+    positions: int
+    mass_kept: float
+    accepted: list[float]
+    first_choice: list[float]
+
+
+@torch.no_grad()
+def examine(student: Student, teacher: TargetSignals, texts: Texts, seconds: float) -> Exam:
+    """On at most MOST_TEXTS texts, and for so many seconds."""
+    depth, batch = student.course.depth, min(BATCH, student.course.batch)
+    sums = torch.zeros(2, depth, dtype=torch.float64)
+    mass, positions, seen, began = 0.0, 0, 0, time.monotonic()
+    for first in range(0, min(len(texts), MOST_TEXTS), batch):
+        if first and (time.monotonic() - began) * (1 + batch / first) > seconds:
+            break
+        part = texts.of(torch.arange(first, min(first + batch, len(texts))))
+        seen += len(part)
+        lesson = teacher.lesson(part, depth)
+        positions += len(lesson.at)
+        mass += float(_dist(lesson).sum())
+        for step, out in enumerate(student.outs(lesson, depth, student.average)):
+            sums[:, step] += _compared(out, student.rows, lesson)
+    shares = (sums / max(1, positions)).tolist()
+    return Exam(seen, positions, mass / max(1, positions), shares[0], shares[1])
+
+
+def _compared(out: Float[Tensor, "M H"], rows: Float[Tensor, "R H"], lesson: Lesson) -> Float[Tensor, "2"]:
+    """Sums over positions: of the common mass, and of equal first choices."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for part in torch.arange(len(out)).split(CHUNK):
+        q = (out[part].to(rows.dtype) @ rows.T).float().softmax(-1)
+        sums[0] += float(torch.minimum(q, _dist(lesson, part)).sum())
+        sums[1] += float((q.argmax(-1) == lesson.best[part]).sum())
+    return sums
+
+
+def _dist(lesson: Lesson, part: Int[Tensor, " m"] | slice = slice(None)) -> Float[Tensor, "m R"]:
+    return (lesson.scores[part].float() - lesson.lse[part, None]).exp()
+
 
 SAMPLINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "T=1": {"temperature": 1.0},
@@ -74,7 +137,7 @@ def tallies(
     asked = [prompt for prompt in prompts if _fits(engine, prompt)]
     outputs = engine.generate(
         [prompt.text for prompt in asked],
-        [Sampling(**sampling, seed=seed + n) for n in range(len(asked))],
+        [SamplingParams(**sampling, seed=seed + n) for n in range(len(asked))],
         max_tokens=max_tokens,
         go_on=lambda: time.monotonic() < ends,
     )
@@ -93,3 +156,33 @@ def _fits(engine: Engine, prompt: Prompt) -> bool:
     assert engine.tokenizer is not None
     room = engine.model.max_length
     return room is None or len(encode(prompt.text, engine.tokenizer)) + FEWEST <= room
+
+
+DRAFTED: Final = 4
+"""Tokens of a draft: what others are measured with."""
+
+GPU_BATCH: Final = 64
+CPU_BATCH: Final = 8
+
+
+def tried(
+    plan: Plan, device: torch.device, budget: Budget, stage: Callable[[str, float], None]
+) -> tuple[dict[str, dict[str, float]], int]:
+    """Tokens for each pass with drafts of DRAFTED tokens, by sampling and kind, as far as the time goes; and over how
+    many texts. In float32, as on a CPU."""
+    rows = GPU_BATCH if device.type == "cuda" else CPU_BATCH
+    how: dict[str, Any] = {"device": plan.device, "num_draft_tokens": DRAFTED, "max_batch": rows, "rule": _by_reference}
+    engine = load(plan.target, f"head:{plan.out}", dtype=torch.float32, **how)
+    prompts, found, texts = held_out(plan.prompts), dict[str, dict[str, float]](), 0
+    for done, (name, sampling) in enumerate(SAMPLINGS.items()):
+        stage("evaluation", done / len(SAMPLINGS))
+        left = budget.left_until(budget.seconds) / (len(SAMPLINGS) - done)
+        made = tallies(engine, prompts, sampling, max_tokens=128, seed=plan.seed, seconds=0.9 * left)
+        found[name] = {kind: tally.per_pass for kind, tally in made.items()}
+        texts = max(texts, made["all"].texts)
+    return found, texts
+
+
+def _by_reference(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
+    """The default rule, but not by its name: its kernels would be compiled for longer than the evaluation may take."""
+    return block(p, draft, rng)

@@ -1,4 +1,4 @@
-"""How far a head's law is from the target's, with a gradient that is ready after the forward pass.
+"""How far a head's distribution is from the target's, with a gradient that is ready after the forward pass.
 
 The output matrix is frozen and its products are by far the largest tensors of the training: each chunk of logits is
 turned into the gradient of its states at once, and only that is kept.
@@ -18,7 +18,7 @@ CHUNK: Final = 8192
 """Positions whose logits exist at the same time."""
 
 LEAST_OVERLAP: Final = 0.02
-"""Where laws hardly meet, the gradient of the acceptance would grow without bound."""
+"""Where distributions hardly meet, the gradient of the acceptance would grow without bound."""
 
 WIDEST: Final = 16384
 """Tokens of a row that the kernel holds at once."""
@@ -40,7 +40,7 @@ def distance(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " M"]]:
     """The mean of (1 - blend) · cross-entropy + blend · (-log acceptance) over positions, and their acceptance.
 
-    The target's law on the vocabulary of `rows` is exp(scores - lse); what it leaves out is out of reach and counts as
+    The target's distribution on the vocabulary of `rows` is exp(scores - lse); what it leaves out is out of reach and counts as
     refused.
     """
     loss, overlap = _Distance.apply(states, rows, scores, lse, blend)
@@ -77,7 +77,7 @@ def _comparison(device: torch.device, dtype: torch.dtype, width: int) -> Compari
     """The kernel where it runs, else its twin."""
     if device.type != "cuda" or width > WIDEST or find_spec("triton") is None:
         return of_logits
-    from draftproof.train.slope import compared
+    from draftproof.train.loss_kernel import compared
 
     return checked(compared, device, dtype, width)
 

@@ -1,4 +1,4 @@
-"""The target as a teacher: for its own texts, the states that a head reads and the law that it should have."""
+"""The target as a teacher: for its own texts, the states that a head reads and the distribution that it should have."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftproof.models.door import decoder_config, head_size
-from draftproof.models.tapped import embeddings, output_rows
-from draftproof.train.lockstep import Texts
+from draftproof.models.head.taps import embeddings, output_rows
+from draftproof.models.hf import decoder_config, head_size
+from draftproof.train.generate import Texts
 
 CHUNK: Final = 8192
-"""Positions whose whole law exists at the same time."""
+"""Positions whose whole distribution exists at the same time."""
 
 SAME: Final = 0.01
-"""How far apart logits may be on average, as a share of their standard deviation, and the laws they make, in total
+"""How far apart logits may be on average, as a share of their standard deviation, and the distributions they make, in total
 variation, if only their rounding differs."""
 
 
@@ -27,7 +27,7 @@ class Lesson:
 
     at      the positions that count, in the texts laid end to end: those whose token the target drew as an answer
     scores  the target's logits there, of the head's vocabulary
-    lse     log Σ exp of all its logits there: its law is exp(scores - lse), and what that leaves out is out of reach
+    lse     log Σ exp of all its logits there: its distribution is exp(scores - lse), and what that leaves out is out of reach
     best    the index of the target's likeliest token there; -1 where the vocabulary does not have it
     """
 
@@ -41,7 +41,7 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """What a target showed of texts, at all of their positions: its states after each tap, and of its laws what cannot
+    """What a target showed of texts, at all of their positions: its states after each tap, and of its distributions what cannot
     be told from the last of these."""
 
     states: tuple[Float[Tensor, "B T H"], ...]
@@ -58,10 +58,10 @@ class Taught:
         return cls(tuple(states), lse, best)
 
 
-class Teacher:
+class TargetSignals:
     """Runs the target on texts. `ids` are the tokens a head can say.
 
-    `tells`: whether the last tap tells the law, being what the output rows score and nothing else done to the scores.
+    `tells`: whether the last tap tells the distribution, being what the output rows score and nothing else done to the scores.
     A target that caps or scales its logits, or adds a bias, has to show them each time.
     """
 
@@ -87,8 +87,8 @@ class Teacher:
         tokens, shown = self._shown(texts)
         at = self._at(texts, skip)
         which = _behind(at, texts)
-        laws = [self._law(shown.logits.flatten(0, 1)[part]) for part in which.split(CHUNK)]
-        lse, best = (torch.cat(part) for part in zip(*laws, strict=True))
+        dists = [self._dist(shown.logits.flatten(0, 1)[part]) for part in which.split(CHUNK)]
+        lse, best = (torch.cat(part) for part in zip(*dists, strict=True))
         scores = shown.logits.flatten(0, 1)[which[:, None], self.ids]
         return self._lesson(tokens, tuple(shown.hidden_states[tap] for tap in self._taps), at, scores, lse, best)
 
@@ -97,8 +97,8 @@ class Teacher:
         """What need not be asked twice: all that `repeated` makes a lesson of."""
         _, shown = self._shown(texts)
         B, T = texts.tokens.shape
-        laws = [self._law(part) for part in shown.logits.flatten(0, 1).split(CHUNK)]
-        lse, best = (torch.cat(part).view(B, T) for part in zip(*laws, strict=True))
+        dists = [self._dist(part) for part in shown.logits.flatten(0, 1).split(CHUNK)]
+        lse, best = (torch.cat(part).view(B, T) for part in zip(*dists, strict=True))
         return Taught(tuple(shown.hidden_states[tap] for tap in self._taps), lse, best)
 
     @torch.no_grad()
@@ -120,8 +120,8 @@ class Teacher:
     def _scores(self, states: Float[Tensor, "*m H"]) -> Float[Tensor, "*m R"]:
         return states.to(self.rows.dtype) @ self.rows.T
 
-    def _law(self, logits: Float[Tensor, "m V"]) -> tuple[Float[Tensor, " m"], Int[Tensor, " m"]]:
-        """What is to be known of a law besides the scores: log Σ exp, and the index of the likeliest token."""
+    def _dist(self, logits: Float[Tensor, "m V"]) -> tuple[Float[Tensor, " m"], Int[Tensor, " m"]]:
+        """What is to be known of a distribution besides the scores: log Σ exp, and the index of the likeliest token."""
         top, best = logits.max(-1)
         log_p = logits.log_softmax(-1, dtype=torch.float32)  # one pass, where a log-sum-exp of its own takes several
         return top.float() - log_p.gather(-1, best[:, None]).squeeze(1), self._index[best]
@@ -131,12 +131,12 @@ class Teacher:
         tokens: Int[Tensor, "B T"],
         states: Sequence[Float[Tensor, "B T H"]],
         at: Int[Tensor, " M"],
-        *law: Tensor,
+        *dist: Tensor,
     ) -> Lesson:
-        """The first positions of the texts, all but two; `law` as a lesson has it."""
+        """The first positions of the texts, all but two; `distribution` as a lesson has it."""
         N = tokens.shape[1] - 2
         embedded = self._embeddings[tokens[:, 1:-1]].float()
-        return Lesson(embedded, tuple(part[:, :N] for part in states), at, *law)
+        return Lesson(embedded, tuple(part[:, :N] for part in states), at, *dist)
 
     @torch.no_grad()
     def _told(self) -> bool:
@@ -157,10 +157,85 @@ def counted(texts: Texts, skip: int) -> Int[Tensor, " M"]:
 
 
 def _behind(at: Int[Tensor, " M"], texts: Texts) -> Int[Tensor, " M"]:
-    """Where the target has the law of the token to be guessed, in all positions of the texts laid end to end."""
+    """Where the target has the distribution of the token to be guessed, in all positions of the texts laid end to end."""
     return at + 2 * (at // (texts.tokens.shape[1] - 2)) + 1
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """To the device, without waiting for what it is doing."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+GPU_SHARE: Final = 0.8
+"""Of a GPU's free memory, for notes and training together."""
+
+CPU_BYTES: Final = 4 << 30
+
+
+class Notes:
+    """Lessons on these texts. `limit`: bytes that may be kept; what does not fit is asked of the teacher each time."""
+
+    def __init__(self, teacher: TargetSignals, texts: Texts, limit: int) -> None:
+        self._teacher, self._texts, self._limit = teacher, texts, limit
+        self._known = torch.zeros(len(texts), dtype=torch.bool)
+        self._kept: Taught | None = None
+
+    @property
+    def texts(self) -> int:
+        return len(self._texts)
+
+    @property
+    def remembered(self) -> int:
+        """Texts that the teacher need not read again."""
+        return int(self._known.sum())
+
+    @torch.no_grad()
+    def lesson(self, rows: Int[Tensor, " n"], skip: int) -> Lesson:
+        """On the texts in these rows, in any order; the first `skip` positions of each do not count."""
+        if not self._teacher.tells:
+            return self._teacher.lesson(self._texts.of(rows), skip)
+        known = self._known[rows]
+        old, new = rows[known], rows[~known]
+        both = [self._recalled(old)] if len(old) else []
+        if len(new):
+            both.append(self._noted(new))
+        taught = both[0] if len(both) == 1 else _joined(*both)
+        return self._teacher.repeated(self._texts.of(torch.cat([old, new])), taught, skip)
+
+    def _recalled(self, rows: Int[Tensor, " n"]) -> Taught:
+        assert self._kept is not None
+        at = sent(rows, self._kept.lse.device)
+        return Taught.of_parts([part.index_select(0, at) for part in self._kept.parts])
+
+    def _noted(self, rows: Int[Tensor, " n"]) -> Taught:
+        """Taught anew, and kept where there is room: a text's place is its row."""
+        made = self._teacher.taught(self._texts.of(rows))
+        if self._kept is None:
+            self._kept = self._empty(made)
+        fits = rows < len(self._kept.lse)
+        if fits.any():
+            device = made.lse.device
+            places, which = sent(rows[fits], device), sent(fits.nonzero().squeeze(1), device)
+            for kept, part in zip(self._kept.parts, made.parts, strict=True):
+                kept.index_copy_(0, places, part.index_select(0, which))
+            self._known[rows[fits]] = True
+        return made
+
+    def _empty(self, like: Taught) -> Taught:
+        """Room for as many texts as the limit allows."""
+        of_one = sum(part[0].numel() * part.dtype.itemsize for part in like.parts)
+        room = min(len(self._texts), self._limit // of_one)
+        return Taught.of_parts([part.new_empty(room, *part.shape[1:]) for part in like.parts])
+
+
+def room_on(device: torch.device, training: int) -> int:
+    """Bytes for notes there, beside a training that needs so many."""
+    if device.type != "cuda":
+        return CPU_BYTES
+    torch.cuda.empty_cache()  # what was allocated for the data is free, but no one else could see it
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(0, int(GPU_SHARE * free) - training)
+
+
+def _joined(first: Taught, second: Taught) -> Taught:
+    return Taught.of_parts([torch.cat(parts) for parts in zip(first.parts, second.parts, strict=True)])

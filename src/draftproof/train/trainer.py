@@ -2,21 +2,72 @@
 
 import copy
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
-from draftproof.models.head import Head, HeadShape
-from draftproof.models.tapped import shape_for
+from draftproof.models.bundled.download import sha256
+from draftproof.models.head.file import WEIGHTS, HeadMeta, check_target, load
+from draftproof.models.head.network import Head, HeadShape
+from draftproof.models.head.taps import shape_for
+from draftproof.train.config import Budget, Plan, Workplace
 from draftproof.train.loss import distance
-from draftproof.train.teacher import Lesson
+from draftproof.train.target import Lesson, Notes
 from draftproof.train.unroll import unroll
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """`told`: what the figures say of it, so that the whole way to a head can be gone again; None of a new head."""
+
+    head: Head
+    told: dict[str, Any] | None = None
+
+
+def origin(plan: Plan, model: PreTrainedModel) -> Origin:
+    """In float32 on the CPU, ready to learn; refused if it is no head of this target."""
+    if plan.start is None:
+        return Origin(new_head(model, plan.seed))
+    head, meta = load(plan.start)
+    check_target(meta, model)
+    _check_shape(head, model, plan.start)
+    told = _told(plan.start, meta)
+    _check_seed(plan, told)
+    return Origin(head.requires_grad_(True), told)
+
+
+def _told(start: Path, meta: HeadMeta) -> dict[str, Any]:
+    """Its name, its weights' sha256, and how it came to be: its own origin too, if it had one."""
+    known = {name: meta.training.get(name) for name in ("command", "versions", "texts", "steps", "seconds", "origin")}
+    known["seed"] = meta.training.get("plan", {}).get("seed")
+    told = {"name": start.resolve().name, "sha256": sha256(start / WEIGHTS), "vocab": len(meta.ids)}
+    return told | {name: value for name, value in known.items() if value is not None}
+
+
+def _check_shape(head: Head, model: PreTrainedModel, start: Path) -> None:
+    wanted = shape_for(model)
+    if head.shape != wanted:
+        raise ValueError(f"{start} holds a head of shape {head.shape}, and trained is one of shape {wanted}")
+
+
+def _check_seed(plan: Plan, told: dict[str, Any]) -> None:
+    """Refuse to teach a head what it has read: texts follow from the seed."""
+    before: dict[str, Any] | None = told
+    while before:
+        if before.get("seed") == plan.seed:
+            raise ValueError(
+                f"seed={plan.seed} made the texts that {before['name']} was trained on, and would make them again: "
+                "give another --seed"
+            )
+        before = before.get("origin")
+
 
 SINGLE: Final = 0.25
 """The share of the training in which only a draft's first token is learnt: unrolled from the start, a head learns
@@ -184,3 +235,110 @@ def rate(steps: int, progress: float) -> float:
     """The share of the learning rate: warmed up by steps, cooled down by time."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return min(1.0, (steps + 1) / WARM) * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
+
+
+LOOK: Final = 64
+LOOK_SECONDS: Final = 5.0
+"""Steps between two looks at the marks, of which each waits for all that a GPU was given to do; seconds, where steps
+are long."""
+
+CHECKPOINT_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a training is. `accepted`: the acceptance at each step of the draft that is being trained;
+    `step_ms`: what a step has taken lately."""
+
+    share: float
+    steps: int
+    loss: float
+    accepted: list[float]
+    step_ms: float
+
+
+@dataclass(slots=True)
+class Study:
+    """A student and its lessons. `began`: what had been spent when the training began."""
+
+    student: Student
+    notes: Notes
+    budget: Budget
+    place: Workplace
+    began: float
+    history: list[dict[str, object]]
+
+    def run(self, report: Callable[[Progress], None]) -> None:
+        """Train until the budget says that the evaluation is due."""
+        if self.share >= 1:
+            return
+        marks, saved = self._marks(), self.budget.spent
+        looked = before = saved
+        for lesson in self._lessons():
+            self.student.learn(lesson, self.share, marks)
+            now = self.budget.spent
+            last = self.budget.left_until(self.budget.training_ends) < now - before
+            before = now
+            if last or self.student.steps % LOOK == 0 or now - looked > LOOK_SECONDS:
+                looked = self._tell(marks, looked, report)
+                marks = self._marks()
+                if now - saved > CHECKPOINT_SECONDS:
+                    saved = self.save()
+                self._pause()
+            if last:
+                break
+        self.save()
+
+    @property
+    def share(self) -> float:
+        return min(1.0, (self.budget.spent - self.began) / max(1e-9, self.budget.training_ends - self.began))
+
+    def save(self) -> float:
+        """Keep what was learnt, and say when."""
+        spent = self.budget.spent
+        self.student.save(self.place.checkpoint, began=self.began, history=self.history)
+        self.place.spend(spent)
+        return spent
+
+    def _marks(self) -> Marks:
+        return Marks.none(self.student.course.depth, self.student.device)
+
+    def _tell(self, marks: Marks, looked: float, report: Callable[[Progress], None]) -> float:
+        """Say how it went since one last looked, and when it is: a GPU has done by then what it was given to do."""
+        loss, accepted = marks.read()
+        spent = self.budget.spent
+        step_ms = 1000 * (spent - looked) / marks.lessons
+        now = Progress(self.share, self.student.steps, loss, accepted, step_ms)
+        self.history.append({"steps": now.steps, "loss": loss, "accepted": accepted, "step_ms": round(step_ms, 2)})
+        report(now)
+        return spent
+
+    def _pause(self) -> None:
+        try:
+            self.budget.check_pause()
+        except Exception:
+            self.save()
+            raise
+
+    def _lessons(self) -> Iterator[Lesson]:
+        course = self.student.course
+        batch = min(course.batch, self.notes.texts)
+        for rows in batches(self.notes.texts, batch, course.seed, self.student.steps):
+            lesson = self.notes.lesson(rows, course.depth)
+            if len(lesson.at):
+                yield lesson
+
+
+def batches(texts: int, batch: int, seed: int, first: int) -> Iterator[Int[Tensor, " n"]]:
+    """The texts of every batch from number `first` on and without end, every epoch in its own order."""
+    in_epoch = texts // batch
+    epoch, at = divmod(first, in_epoch)
+    while True:
+        order = _order(texts, seed, epoch)
+        for number in range(at, in_epoch):
+            yield order[number * batch : (number + 1) * batch]
+        epoch, at = epoch + 1, 0
+
+
+def _order(count: int, seed: int, epoch: int) -> Int[Tensor, " n"]:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed * 100_003 + epoch))

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from draftproof.models.head import Head
+from draftproof.models.head.network import Head
 
 ALIGNED: Final = 8
 

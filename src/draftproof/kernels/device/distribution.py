@@ -1,18 +1,18 @@
-"""Laws on the device: p and q of tokens, once a law row's numbers are known. Twin: `draftproof.core.law`."""
+"""Distributions on the device: p and q of tokens, once a distribution row's numbers are known. Twin: `draftproof.core.distribution`."""
 
 from typing import Any, NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
 
-from draftproof.kernels.exponent import power, slope_of
-from draftproof.kernels.layout import CENTRE, CUTOFF, GAIN, NO_DRAFT_LAW, NO_SUCH_TOKEN, NO_TARGET_LAW, SLOPE
-from draftproof.kernels.numbers import line_of, pick
-from draftproof.kernels.rows import entry_of, take_draft, take_draft_before, take_target
+from draftproof.kernels.device.layout import BAD_DRAFT, BAD_TARGET, BAD_TOKEN, CENTRE, CUTOFF, GAIN, SLOPE
+from draftproof.kernels.device.math import power, slope_of
+from draftproof.kernels.device.rows import entry_of, take_draft, take_draft_before, take_target
+from draftproof.kernels.device.stats import line_of, pick
 
 
 class Numbers(NamedTuple):
-    """Of one law row, as float32: p of logit x is 2^((x − centre) · slope) · gain, 0 below the cutoff."""
+    """Of one distribution row, as float32: p of logit x is 2^((x − centre) · slope) · gain, 0 below the cutoff."""
 
     slope: Any
     centre: Any
@@ -20,8 +20,8 @@ class Numbers(NamedTuple):
     cutoff: Any
 
 
-class Laws(NamedTuple):
-    """Of several law rows: cutoff and log-sum-exp, float64; centre and gain. The log-sum-exp of no law is NaN."""
+class Distributions(NamedTuple):
+    """Of several distribution rows: cutoff and log-sum-exp, float64; centre and gain. The log-sum-exp of no distribution is NaN."""
 
     cutoff: Any
     lse: Any
@@ -31,27 +31,27 @@ class Laws(NamedTuple):
 
 @triton.jit
 @no_type_check
-def laws_of(rows, temperature):
+def dists_of(rows, temperature):
     """Of rows of these numbers (`Settled`), all at once, before it is known which of them matters: logarithm and
     exponential take longer than most that comes behind them."""
     lse = rows.base + tl.log(rows.mass)
-    centre = (lse * temperature).to(tl.float32)  # twin: `law.powers`
+    centre = (lse * temperature).to(tl.float32)  # twin: `distribution.powers`
     gain = tl.exp(centre.to(tl.float64) * (1.0 / temperature) - lse).to(tl.float32)
-    return Laws(cutoff=rows.cutoff, lse=lse, centre=centre, gain=gain)
+    return Distributions(cutoff=rows.cutoff, lse=lse, centre=centre, gain=gain)
 
 
 @triton.jit
 @no_type_check
-def law_at(laws, at, temperature):
+def dist_at(dists, at, temperature):
     """One of them; of a row that is never looked at, anything."""
-    cutoff = pick(laws.cutoff, at).to(tl.float32)
+    cutoff = pick(dists.cutoff, at).to(tl.float32)
     slope = slope_of(1.0 / temperature)
-    return Numbers(slope=slope, centre=pick(laws.centre, at), gain=pick(laws.gain, at), cutoff=cutoff)
+    return Numbers(slope=slope, centre=pick(dists.centre, at), gain=pick(dists.gain, at), cutoff=cutoff)
 
 
 @triton.jit
 @no_type_check
-def law_of_peak(cutoff, base, gain, temperature, scale):
+def dist_of_peak(cutoff, base, gain, temperature, scale):
     """Of one row whose base is that of its largest logit and whose mass is 1 / gain: neither a logarithm nor an
     exponential is needed. The centre is another one than the twin's, and what is made of it the same up to rounding."""
     centre = (base * temperature).to(tl.float32)
@@ -60,11 +60,11 @@ def law_of_peak(cutoff, base, gain, temperature, scale):
 
 @triton.jit
 @no_type_check
-def law_of_base(cutoff, base, gain, temperature, scale):
+def dist_of_base(cutoff, base, gain, temperature, scale):
     """Of one row, whatever its base: a log-sum-exp that was handed over is no logit's."""
-    law = law_of_peak(cutoff, base, gain, temperature, scale)
-    made_up = tl.exp(law.centre.to(tl.float64) * scale - base)  # for the rounding of the centre
-    return Numbers(slope=law.slope, centre=law.centre, gain=(made_up * gain).to(tl.float32), cutoff=law.cutoff)
+    dist = dist_of_peak(cutoff, base, gain, temperature, scale)
+    made_up = tl.exp(dist.centre.to(tl.float64) * scale - base)  # for the rounding of the centre
+    return Numbers(slope=dist.slope, centre=dist.centre, gain=(made_up * gain).to(tl.float32), cutoff=dist.cutoff)
 
 
 @triton.jit
@@ -75,10 +75,10 @@ def draft_line_of(batch, req, row):
 
 @triton.jit
 @no_type_check
-def write_numbers(line, there, law):
+def write_numbers(line, there, dist):
     """Write down the numbers of rows that stand at `line` [S], for programs that all need them; cutoffs are there."""
-    tl.store(line + SLOPE, law.slope.to(tl.float64), mask=there)
-    both = tl.join(law.centre, law.gain).to(tl.float64)  # they stand side by side, and go from thread to thread once
+    tl.store(line + SLOPE, dist.slope.to(tl.float64), mask=there)
+    both = tl.join(dist.centre, dist.gain).to(tl.float64)  # they stand side by side, and go from thread to thread once
     tl.store((line + CENTRE)[:, None] + tl.arange(0, 2)[None, :], both, mask=there[:, None])
 
 
@@ -100,15 +100,15 @@ def written_numbers(line, there, CUT: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def probs_of(x, law):
-    """Twin: `law.powers`, and what `Law.probs` makes of it."""
-    return tl.where(x < law.cutoff, 0.0, power(x - law.centre, law.slope) * law.gain)
+def probs_of(x, dist):
+    """Twin: `distribution.powers`, and what `Distribution.probs` makes of it."""
+    return tl.where(x < dist.cutoff, 0.0, power(x - dist.centre, dist.slope) * dist.gain)
 
 
 @triton.jit
 @no_type_check
 def log_probs(x, scale, rows):
-    """Twin: `Law.log_probs`. float64, −inf below the cutoff, of one logit x [S] in each row."""
+    """Twin: `Distribution.log_probs`. float64, −inf below the cutoff, of one logit x [S] in each row."""
     x = x.to(tl.float64)
     return tl.where(x < rows.cutoff, float("-inf"), scale * x - (rows.base + tl.log(rows.mass)))
 
@@ -128,7 +128,7 @@ class Drafted(NamedTuple):
 @triton.jit
 @no_type_check
 def drafted_of(batch, req):
-    """What can be known of the draft before any law is: two logits a token."""
+    """What can be known of the draft before any distribution is: two logits a token."""
     i = tl.arange(0, batch.traits.KP)
     there = i < req.length
     x = tl.load(batch.drafted + req.b * req.K + i, mask=there, other=-1)
@@ -150,40 +150,40 @@ def log_ratios(req, drafted, p, q, p_scale, q_scale):
     Returns the ratios, float64, and what is wrong, as bits, both [KP]: where something is, a ratio may be anything.
     """
     known = drafted.known
-    fault = (drafted.there & ~known).to(tl.int32) * NO_SUCH_TOKEN
-    fault |= (p.mass != p.mass).to(tl.int32) * NO_TARGET_LAW
+    fault = (drafted.there & ~known).to(tl.int32) * BAD_TOKEN
+    fault |= (p.mass != p.mass).to(tl.int32) * BAD_TARGET
     log_p = tl.where(known, log_probs(drafted.target, p_scale, p), float("-inf"))
     log_q = log_probs(drafted.draft, q_scale, q)
     weighed = known & (drafted.i < tl.where(req.draft_temperature > 0, req.length, 0))
-    # an impossible draft token was not drawn from this law, and then nothing here would be exact
+    # an impossible draft token was not drawn from this distribution, and then nothing here would be exact
     drawable = log_q > float("-inf")
-    fault |= (weighed & ~drawable).to(tl.int32) * NO_DRAFT_LAW
+    fault |= (weighed & ~drawable).to(tl.int32) * BAD_DRAFT
     ratio = tl.where(log_p == float("-inf"), log_p, log_p - tl.where(weighed & drawable, log_q, 0.0))
     return tl.where(drafted.there, ratio, 0.0), fault
 
 
 @triton.jit
 @no_type_check
-def draft_prob_of(batch, req, row, law, drafted, x):
+def draft_prob_of(batch, req, row, dist, drafted, x):
     """Twin: `chain.draft_prob_of`. q of tokens x at one draft row, of which each line lies in one chunk: [T, W], and
     W = 1 where the draft's vocabulary is another one. `drafted` is the token drafted there."""
     q = (x == drafted).to(tl.float32)
     if batch.traits.DRAWN:  # noqa: SIM102  (one is known when compiling, the other is not)
         if req.draft_temperature > 0:
-            q = probs_of(take_draft(batch, req, row + tl.zeros([x.shape[0]], tl.int32), entry_of(batch, x)), law)
+            q = probs_of(take_draft(batch, req, row + tl.zeros([x.shape[0]], tl.int32), entry_of(batch, x)), dist)
     return q
 
 
 @triton.jit
 @no_type_check
-def target_probs(batch, req, row, law, o):
-    """Twin: `Law.probs`. p of tokens `o` [S, W] at one target row, float32; a line of `o` lies in one chunk."""
-    return probs_of(take_target(batch, req, row + tl.zeros([o.shape[0]], tl.int32), o), law)
+def target_probs(batch, req, row, dist, o):
+    """Twin: `Distribution.probs`. p of tokens `o` [S, W] at one target row, float32; a line of `o` lies in one chunk."""
+    return probs_of(take_target(batch, req, row + tl.zeros([o.shape[0]], tl.int32), o), dist)
 
 
 @triton.jit
 @no_type_check
-def excess(batch, req, row, drafted, p_law, q_law, weight, share, o):
+def excess(batch, req, row, drafted, p_dist, q_dist, weight, share, o):
     """Twin: `chain.excess`. max(0, w·p − share·q) of tokens `o` [S, W], float32; share is 1, or 0 where no q is.
 
     Both rows are asked for before one is worked on. `drafted` stands there: a point mass, where it was chosen.
@@ -195,8 +195,8 @@ def excess(batch, req, row, drafted, p_law, q_law, weight, share, o):
         y = _draft_logits(batch, req, tl.minimum(row, req.K - 1), o, end)  # behind the whole draft there is none
         always = req.K >= 0  # the compiler cannot know, and would put off one load until the other is worked on
         x, y = tl.where(always, x, y), tl.where(always, y, x)
-        q = tl.where(req.draft_temperature > 0, probs_of(y, q_law), q)
-    p = probs_of(x, p_law) * weight.to(tl.float32)
+        q = tl.where(req.draft_temperature > 0, probs_of(y, q_dist), q)
+    p = probs_of(x, p_dist) * weight.to(tl.float32)
     return tl.maximum(tl.where(share > 0, p - q, p), 0.0)
 
 

@@ -6,32 +6,45 @@ to the same, and the slices' sums tell where to look.
 
 from typing import Any, NamedTuple, no_type_check
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
 
-from draftproof.kernels.exponent import LN_2, power
-from draftproof.kernels.laws import excess
-from draftproof.kernels.layout import CHUNK, PER_CHUNK, SLICE
-from draftproof.kernels.request import law_row
+from draftproof.kernels.call import Call
+from draftproof.kernels.compile import Step, overlaps, run_all
+from draftproof.kernels.device.distribution import dist_at, dists_of, excess, target_probs
+from draftproof.kernels.device.layout import BAD_TARGET, CHUNK, PER_CHUNK, SLICE
+from draftproof.kernels.device.math import LN_2, power
+from draftproof.kernels.device.philox import DRAFT, pair
+from draftproof.kernels.device.rows import dist_row, request
+from draftproof.kernels.device.stats import pick, target_known, target_settled
+from draftproof.kernels.device.token import drafted_tokens, write
+from draftproof.kernels.launch import plan
+from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.workspace import NUMBERS, Workspace
 
 SIDE_BY_SIDE = tl.constexpr(8)  # rows whose chunks are looked at together
 
 
 @triton.jit
 @no_type_check
-def chunk_masses(batch, req, row, law):
+def chunk_masses(batch, req, row, dist):
     """A target row's mass by chunk, float64, in proportion, from its stats. Twin: `draw.chunk_sums`."""
     C = req.C
     c = tl.arange(0, batch.traits.NP)
-    stats = batch.stats + law_row(req, row) * 2 * C + c
+    stats = batch.stats + dist_row(req, row) * 2 * C + c
     m = tl.load(stats, mask=c < C, other=float("-inf"))
-    return _masses(m, tl.load(stats + C, mask=c < C, other=0.0), law)
+    return _masses(m, tl.load(stats + C, mask=c < C, other=0.0), dist)
 
 
 @triton.jit
 @no_type_check
-def _masses(m, s, law):
-    return s.to(tl.float64) * tl.exp((m.to(tl.float64) - law.centre.to(tl.float64)) * (law.slope.to(tl.float64) * LN_2))
+def _masses(m, s, dist):
+    return s.to(tl.float64) * tl.exp(
+        (m.to(tl.float64) - dist.centre.to(tl.float64)) * (dist.slope.to(tl.float64) * LN_2)
+    )
 
 
 class Stats(NamedTuple):
@@ -52,7 +65,7 @@ def chunk_stats(batch, req):
     if batch.traits.KP <= SIDE_BY_SIDE:
         c = tl.arange(0, batch.traits.NP)
         for i in tl.static_range(batch.traits.KP):
-            stats = batch.stats + law_row(req, i) * 2 * req.C + c
+            stats = batch.stats + dist_row(req, i) * 2 * req.C + c
             there = c < tl.where(i <= req.length, req.C, 0)
             m += (tl.load(stats, mask=there, other=float("-inf")),)
             s += (tl.load(stats + req.C, mask=there, other=0.0),)
@@ -61,15 +74,15 @@ def chunk_stats(batch, req):
 
 @triton.jit
 @no_type_check
-def chunk_masses_at(batch, req, row, law, stats):
+def chunk_masses_at(batch, req, row, dist, stats):
     """`chunk_masses`, of what was loaded already where it was."""
     if batch.traits.KP <= SIDE_BY_SIDE:
         m, s = stats.m[0], stats.s[0]
         for i in tl.static_range(1, batch.traits.KP):
             m, s = tl.where(row == i, stats.m[i], m), tl.where(row == i, stats.s[i], s)
-        masses = _masses(m, s, law)
+        masses = _masses(m, s, dist)
     else:
-        masses = chunk_masses(batch, req, row, law)
+        masses = chunk_masses(batch, req, row, dist)
     return masses
 
 
@@ -101,18 +114,18 @@ def invert_once(sums, uniform):
 
 @triton.jit
 @no_type_check
-def slice_of(batch, req, row, law, chunk, uniform):
+def slice_of(batch, req, row, dist, chunk, uniform):
     """Twin: `draw.invert` inside each of `chunk` [T], as far as its slice: which one, and how much mass lies before
     the number inside it. The slices' sums are those of the scan."""
     n = req.C * PER_CHUNK
     first = chunk * PER_CHUNK
-    at = batch.slices + law_row(req, row) * 2 * n + first
+    at = batch.slices + dist_row(req, row) * 2 * n + first
     total = tl.zeros(chunk.shape, tl.float64)
     sums = ()  # up to and with each slice: a thread has all those of its chunks
     for i in tl.static_range(PER_CHUNK):
         m = tl.load(at + i, mask=first + i < n, other=float("-inf"))
         s = tl.load(at + n + i, mask=first + i < n, other=0.0)
-        total += (s * power(m - law.centre, law.slope) * law.gain).to(tl.float64)
+        total += (s * power(m - dist.centre, dist.slope) * dist.gain).to(tl.float64)
         sums += (total,)
     goal = uniform * total
     which, before = tl.zeros(chunk.shape, tl.int32), tl.zeros(chunk.shape, tl.float64)
@@ -143,8 +156,67 @@ def tokens_of(lines):
 
 @triton.jit
 @no_type_check
-def draw_in_chunk(batch, req, row, drafted, p_law, q_law, weight, share, chunk, uniform):
+def draw_in_chunk(batch, req, row, drafted, p_dist, q_dist, weight, share, chunk, uniform):
     """Twin: `draw.invert` inside a chunk of weights max(0, w·p − share·q)."""
     o = (chunk * CHUNK + tl.arange(0, CHUNK))[None, :]
-    w = excess(batch, req, row, drafted, p_law, q_law, weight, share, o)
+    w = excess(batch, req, row, drafted, p_dist, q_dist, weight, share, o)
     return chunk * CHUNK + invert_once(tl.reshape(w, (CHUNK,)).to(tl.float64), uniform)
+
+
+class Drawn(NamedTuple):
+    """tokens  entries of the drawn tokens, int64 [B]; PAD where a row is no distribution
+    cutoff  float64 [B]; of a greedy row, the token it stands for
+    base, mass  float64 [B]: the log-sum-exp is base + log(mass); NaN where a row is no distribution
+    """
+
+    tokens: Tensor
+    cutoff: Tensor
+    base: Tensor
+    mass: Tensor
+
+
+def draw_rows(logits: Tensor, parameters: Parameters, j: int, *, shared: bool, workspace: Workspace) -> Drawn:
+    """Twin: `warp` and `race.propose`: the j-th token of a draft, from raw logits [B, R] without edits.
+
+    `parameters`: how each row is drawn, under the target's names; `shared`: with the target's own noise, whose position
+    the caller has moved on by j. The results are views of the workspace.
+    """
+    B = len(logits)
+    none = torch.empty((B, 0), dtype=torch.int64, device=logits.device)
+    call = Call(logits[:, None], none, None, parameters, "coupled" if shared else "token")
+    call.check()
+    workspace.check(B, 0, call.V, filtered=parameters.filtered)
+    run_all(plan_draw(call, workspace, j, overlap=overlaps(logits.device)), logits.device)
+    cutoff, base, mass, *_ = workspace.numbers[: B * NUMBERS].view(B, NUMBERS).unbind(-1)
+    return Drawn(workspace.tokens[:B], cutoff, base, mass)
+
+
+def plan_draw(call: Call, workspace: Workspace, j: int, *, overlap: bool) -> list[Step]:
+    """The launches of a draw: those of a verdict on an empty draft, which is a race or a draw with other noise."""
+    *steps, last = plan(call, workspace, overlap=overlap)
+    if call.rule == "coupled":
+        return [*steps, last]
+    return [*steps, Step(draw, last.grid, (*last.arguments, j), 4, last.kind)]
+
+
+@triton.jit(do_not_specialize=["j"])
+@no_type_check
+def draw(batch, out, j):
+    """Twin: `Distribution.draw` with the drafter's own noise. Grid: (B,)."""
+    req = request(batch, tl.program_id(0).to(tl.int64))
+    first, second = pair(req.seed, req.start, DRAFT, tl.arange(0, 1), j)
+    if batch.traits.OVERLAP:
+        cuda.gdc_wait()
+    settled = target_settled(batch, req, target_known(batch, req))
+    mass = pick(settled.mass, 0)
+    sound = mass == mass
+    token = pick(settled.cutoff, 0).to(tl.int32)
+    if (req.temperature > 0) & sound:
+        dist = dist_at(dists_of(settled, req.temperature), 0, req.temperature)
+        chunk = invert(chunk_masses(batch, req, 0, dist), first)
+        where, rest = slice_of(batch, req, 0, dist, chunk, second)
+        x, _ = token_of(where * SLICE, target_probs(batch, req, 0, dist, tokens_of(where)), rest)
+        token = tl.sum(x, 0)
+    fault = tl.where(sound, 0, BAD_TARGET)
+    none = drafted_tokens(batch, req)
+    write(batch, out, req, none, tl.zeros((), tl.int32), tl.where(sound, token, -1), fault)

@@ -1,7 +1,7 @@
 """Where things stand in memory: the columns of the parameter tensors and of the workspace, for host and device alike.
 
-A *law row* is one row of logits that a law is made of. A request has J + K of them: its J target rows, then its K
-draft rows. Whatever the kernels remember of a law row stands at index b · (J + K) + row.
+A *distribution row* is one row of logits that a distribution is made of. A request has J + K of them: its J target rows, then its K
+draft rows. Whatever the kernels remember of a distribution row stands at index b · (J + K) + row.
 """
 
 import triton.language as tl
@@ -40,14 +40,14 @@ TOP_K = tl.constexpr(_INTS.index("top_k"))  # the draft's stands next to it
 TARGET_ROW = tl.constexpr(_INTS.index("target_rows"))
 DRAFT_ROW = tl.constexpr(_INTS.index("draft_rows"))
 
-# Workspace.numbers, float64, one line a law row. The log-sum-exp is in two parts: a logarithm is best taken by who
+# Workspace.numbers, float64, one line a distribution row. The log-sum-exp is in two parts: a logarithm is best taken by who
 # needs it, of the few rows he needs it of
 NUMBERS = tl.constexpr(_NUMBERS)
 CUTOFF = tl.constexpr(0)  # of a greedy row: the token it stands for
 BASE = tl.constexpr(1)  # lse = BASE + log MASS
-MASS = tl.constexpr(2)  # NaN: the row is no law
+MASS = tl.constexpr(2)  # NaN: the row is no distribution
 WEIGHT = tl.constexpr(3)  # target rows under `block`: log w
-SLOPE = tl.constexpr(4)  # under `block`: what p is made of (`draftproof.kernels.laws.Numbers`)
+SLOPE = tl.constexpr(4)  # under `block`: what p is made of (`draftproof.kernels.distributions.Numbers`)
 CENTRE = tl.constexpr(5)
 GAIN = tl.constexpr(6)
 
@@ -58,17 +58,17 @@ TOTAL = tl.constexpr(5)  # its mass relative to its largest logit's
 PEAK = tl.constexpr(6)  # its largest logit
 
 # Faults, bits
-NO_TARGET_LAW = tl.constexpr(1)
-NO_DRAFT_LAW = tl.constexpr(2)
-NO_SUCH_TOKEN = tl.constexpr(4)
+BAD_TARGET = tl.constexpr(1)
+BAD_DRAFT = tl.constexpr(2)
+BAD_TOKEN = tl.constexpr(4)
 
-# Workspace.work, float32, one line a law row: FEW logits, the queue's places, a list of slices
+# Workspace.work, float32, one line a distribution row: FEW logits, the queue's places, a list of slices
 WORK = tl.constexpr(_WORK)
 FEW = tl.constexpr(_FEW)
 QUEUE = tl.constexpr(_FEW)  # of line n: the n-th row in the queue
 QUEUED = tl.constexpr(_FEW + 1)  # of line 0: how many are in it
 
-# Workspace.parts, float64, one line a law row: what reaches PIVOTS numbers, for each round; of each part how
+# Workspace.parts, float64, one line a distribution row: what reaches PIVOTS numbers, for each round; of each part how
 # many logits are left, the least and the largest of them
 MEASURED = tl.constexpr(_MEASURED)
 PARTS = tl.constexpr(_PARTS)

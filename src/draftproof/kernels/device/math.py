@@ -10,6 +10,67 @@ from typing import Any, NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
+from draftproof.core.distribution import LOG2_E as _LOG2_E
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2_E = tl.constexpr(_LOG2_E)
+LN_2 = tl.constexpr(1 / _LOG2_E)
+FAR = tl.constexpr(-1e30)  # stands for −inf, whose product has no rounding to make up for
+
+
+@triton.jit
+@no_type_check
+def slope_of(scale):
+    """Twin: `slope` in `distribution.powers`."""
+    return (scale * LOG2_E).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def power(distance, slope):
+    """exp(scale · distance), right to 2e-7 whatever the distance: exp2, made up for the rounding of its argument."""
+    d = tl.maximum(distance, FAR, propagate_nan=tl.PropagateNan.ALL)
+    high = d * slope
+    near = tl.exp2(high)
+    return tl.where(near > 0, tl.fma(near, tl.fma(d, slope, -high) * LN_2, near), near)
+
+
+@triton.jit
+@no_type_check
+def near_exp2(x):
+    """2^x, and 0 where that is no normal number: one instruction, where care for the others would take four."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:  # only one of the two is compiled
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+@no_type_check
+def key(x):
+    """int32, larger for larger x."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+@no_type_check
+def value(k):
+    """The number of this key."""
+    k = k.to(tl.int32)
+    return tl.where(k < 0, k ^ 0x7FFFFFFF, k).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def at_once(x):
+    """The same float64 numbers, worked out here: the compiler would put it off until they are needed."""
+    if INTERPRETED:
+        return x
+    else:  # only one of the two is compiled
+        return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=d,d", [x], tl.float64, is_pure=False, pack=1)
+
+
 UNITS = tl.constexpr(2.0**22)  # that the largest sum has at most, and half as many at least
 GRAINS = tl.constexpr(18)  # of a unit, log2
 WHOLE = tl.constexpr(1.5 * 2.0**23)  # a float32 number that is added to it is rounded to a whole one

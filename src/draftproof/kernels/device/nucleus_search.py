@@ -3,7 +3,7 @@
 For the rows that `settle` has left in its queue. Each launch is a round: two measure the mass above some numbers, the
 third writes down the few logits that are left between two of them, the fourth ranks these and puts the sums right. No
 program waits for another inside a launch: what the rounds before have found, each works out again from their sums, in
-the same order. A row in which too many are left is then settled as in `draftproof.kernels.deep`, and so is one with a
+the same order. A row in which too many are left is then settled as in `draftproof.kernels.device.topk_topp`, and so is one with a
 k: a launch for those, nearly always for nothing, would take longer.
 """
 
@@ -13,9 +13,19 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.cutoff import LINES, Place, answer, ask, line_of_parts, line_of_work, masked_sums, queued_row
-from draftproof.kernels.deep import settle_row
-from draftproof.kernels.layout import (
+from draftproof.kernels.device.cutoff import (
+    LINES,
+    Place,
+    answer,
+    ask,
+    bottom_of,
+    line_of_parts,
+    line_of_work,
+    masked_sums,
+    measured,
+    queued_row,
+)
+from draftproof.kernels.device.layout import (
     COUNTS,
     FEW,
     GUESS,
@@ -29,12 +39,11 @@ from draftproof.kernels.layout import (
     QUEUED,
     TOTAL,
 )
-from draftproof.kernels.measure import bottom_of, measured
-from draftproof.kernels.numbers import line_of
-from draftproof.kernels.request import chunks_of, law_row
-from draftproof.kernels.settle import filters_of, write_row
-from draftproof.kernels.shortlist import cut, gather
-from draftproof.kernels.sums import grain_of
+from draftproof.kernels.device.math import grain_of
+from draftproof.kernels.device.rows import chunks_of, dist_row
+from draftproof.kernels.device.shortlist import cut, gather
+from draftproof.kernels.device.stats import line_of
+from draftproof.kernels.device.topk_topp import filters_of, settle_row, write_row
 
 LAST = tl.constexpr(3)  # round
 EACH = tl.constexpr(FEW.value // PARTS.value)  # logits that a part may have left
@@ -146,7 +155,7 @@ def _place(batch, req, row, first, behind, peak, scale):
 @triton.jit
 @no_type_check
 def _line(batch, req, row):
-    return line_of_parts(batch, law_row(req, row))
+    return line_of_parts(batch, dist_row(req, row))
 
 
 @triton.jit
@@ -197,7 +206,7 @@ def _narrowed(batch, req, row, span, pivots, note, ROUND: tl.constexpr):
 @no_type_check
 def _list(batch, req, place, part, span):
     """Write down a part's logits between the borders, EACH at most, how many there are, the least and the largest."""
-    places = line_of_work(batch, law_row(req, place.row)) + part * EACH
+    places = line_of_work(batch, dist_row(req, place.row)) + part * EACH
     found = gather(batch, req, place, span.low, span.high, places, EACH, False)
     n = tl.arange(0, EACH)
     least = tl.min(tl.load(places + n, mask=n < found, other=float("inf")), 0)
@@ -236,7 +245,7 @@ def _close(batch, req, place, first, span, note):
     most = tl.max(tl.load(known + MOST, mask=there, other=float("-inf")), 0).to(tl.float32)
     cutoff, kept = span.low, tl.zeros((), tl.float64)
     if few:
-        x = _left(line_of_work(batch, law_row(req, place.row)), counts)
+        x = _left(line_of_work(batch, dist_row(req, place.row)), counts)
         edge, kept = cut(x, place, tl.sum(counts, 0), 0, 1.0, note.goal, span.above, span.low)
         cutoff = tl.where(edge < float("inf"), edge, cutoff)
     equal = (~few) & (least == most)

@@ -1,17 +1,17 @@
-"""The round's randomness on the device. Twin: `draftproof.core.noise`, word for word and bit for bit."""
+"""The round's randomness on the device. Twin: `draftproof.core.rng`, word for word and bit for bit."""
 
 from typing import no_type_check
 
 import triton
 import triton.language as tl
 
-from draftproof.core.noise import Site
+from draftproof.core.rng import Purpose
 
-DRAFT = tl.constexpr(int(Site.DRAFT))
-ACCEPT = tl.constexpr(int(Site.ACCEPT))
-CLOSE = tl.constexpr(int(Site.CLOSE))
-THIN = tl.constexpr(int(Site.THIN))
-POSITION = tl.constexpr(int(Site.POSITION))
+DRAFT = tl.constexpr(int(Purpose.DRAFT))
+ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
+CLOSE = tl.constexpr(int(Purpose.CLOSE))
+THIN = tl.constexpr(int(Purpose.THIN))
+POSITION = tl.constexpr(int(Purpose.POSITION))
 
 ROUND_A, ROUND_B = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 KEY_A, KEY_B = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
@@ -20,10 +20,10 @@ HALF_STEP = tl.constexpr(2.0**-54)
 
 @triton.jit
 @no_type_check
-def words(seed, start, site: tl.constexpr, lanes, j):
+def words(seed, start, purpose: tl.constexpr, lanes, j):
     """Twin: `noise.philox`. Four words for each lane; the rounds in a loop, which is compiled ten times as fast."""
     c0 = lanes.to(tl.uint32)
-    c1, c2, c3 = tl.zeros_like(c0) + j, tl.zeros_like(c0) + start.to(tl.uint32), tl.zeros_like(c0) + site
+    c1, c2, c3 = tl.zeros_like(c0) + j, tl.zeros_like(c0) + start.to(tl.uint32), tl.zeros_like(c0) + purpose
     k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     for _ in range(10):
         high, low = tl.umulhi(c2, ROUND_B), _times(c2, ROUND_B)
@@ -55,28 +55,28 @@ def unit(high, low):
 
 @triton.jit
 @no_type_check
-def uniform(seed, start, site: tl.constexpr, lanes, j: tl.constexpr):
-    """Twin: `Noise.uniform`."""
-    a, b, _, _ = words(seed, start, site, lanes, tl.full((), j, tl.uint32))
+def uniform(seed, start, purpose: tl.constexpr, lanes, j: tl.constexpr):
+    """Twin: `Philox.uniform`."""
+    a, b, _, _ = words(seed, start, purpose, lanes, tl.full((), j, tl.uint32))
     return unit(a, b)
 
 
 @triton.jit
 @no_type_check
-def pair(seed, start, site: tl.constexpr, lanes, j):
-    """Twin: `Noise.pair`."""
-    a, b, c, d = words(seed, start, site, lanes, tl.full((), j, tl.uint32))
+def pair(seed, start, purpose: tl.constexpr, lanes, j):
+    """Twin: `Philox.pair`."""
+    a, b, c, d = words(seed, start, purpose, lanes, tl.full((), j, tl.uint32))
     return unit(a, b), unit(c, d)
 
 
 @triton.jit
 @no_type_check
-def exponential(seed, start, site: tl.constexpr, lanes, j: tl.constexpr):
-    """Twin: `Noise.exponential`.
+def exponential(seed, start, purpose: tl.constexpr, lanes, j: tl.constexpr):
+    """Twin: `Philox.exponential`.
 
     −log1p(−v) for v in (0, 1), from log alone: the factor v / (1 − y) makes up for the rounding of y = 1 − v.
     """
-    v = uniform(seed, start, site, lanes, j) + HALF_STEP
+    v = uniform(seed, start, purpose, lanes, j) + HALF_STEP
     y = 1.0 - v
     near = y == 1.0
     return tl.where(near, v, -tl.log(y) * v / tl.where(near, 1.0, 1.0 - y))

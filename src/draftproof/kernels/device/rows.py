@@ -1,16 +1,111 @@
 """Reading logits on the device, with bias, penalties and the allowed tokens put in on the way.
 
-Twin: `draftproof.core.edits.edited` and the mask of `draftproof.core.sampling.warp`. Nothing is written back: the few
-edited tokens stand in a short list, sorted, with an index by chunk (`draftproof.kernels.edits`).
+Twin: `draftproof.core.penalties.edited` and the mask of `draftproof.core.sampling.warp`. Nothing is written back: the few
+edited tokens stand in a short list, sorted, with an index by chunk (`draftproof.kernels.penalties`).
 """
 
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
 
-from draftproof.kernels.layout import CHUNK, SLICE
-from draftproof.kernels.request import law_row, whole
+from draftproof.kernels.device.layout import (
+    CHUNK,
+    DRAFT_ROW,
+    DRAFT_SIDE,
+    FLOAT_COLUMNS,
+    INT_COLUMNS,
+    LENGTH,
+    PER_TILE,
+    SEED,
+    SLICE,
+    START,
+    TARGET_ROW,
+    TEMPERATURE,
+)
+
+
+class Request(NamedTuple):
+    """Index in the batch, then what `Parameters` says of it. A temperature of 0 is greedy. Then the sizes all share.
+
+    J = K + 1 target rows; C chunks and T tiles in a row.
+    """
+
+    b: Any
+    seed: Any
+    start: Any
+    length: Any
+    target_row: Any
+    draft_row: Any
+    temperature: Any
+    draft_temperature: Any
+    J: Any
+    K: Any
+    C: Any
+    T: Any
+
+
+@triton.jit
+@no_type_check
+def request(batch, b):
+    K = whole(batch.sizes.K)
+    C = chunks_of(batch)
+    ints = batch.ints + b * INT_COLUMNS
+    floats = batch.floats + b * FLOAT_COLUMNS
+    return Request(
+        b=b,
+        seed=tl.load(ints + SEED),
+        start=tl.load(ints + START),
+        length=tl.load(ints + LENGTH).to(tl.int32),
+        target_row=tl.load(ints + TARGET_ROW),
+        draft_row=tl.load(ints + DRAFT_ROW),
+        temperature=tl.load(floats + TEMPERATURE),
+        draft_temperature=tl.load(floats + DRAFT_SIDE + TEMPERATURE),
+        J=K + 1,
+        K=K,
+        C=C,
+        T=tl.cdiv(C, PER_TILE),
+    )
+
+
+@triton.jit
+@no_type_check
+def whole(size):
+    """A size that is passed as a float (`draftproof.kernels.compile`)."""
+    return tl.full((), size, tl.int32)
+
+
+@triton.jit
+@no_type_check
+def chunks_of(batch):
+    return tl.cdiv(batch.sizes.V, CHUNK)
+
+
+@triton.jit
+@no_type_check
+def dist_row(req, row):
+    """The index of a distribution row: where what is remembered of it stands."""
+    return req.b * (req.J + req.K) + row
+
+
+@triton.jit
+@no_type_check
+def wanted(req, row):
+    """Whether the verdict may depend on the logits of a distribution row, or of each of several, as far as their distribution is needed.
+
+    A greedy target keeps what equals its argmax, whatever the drafter's distribution; a greedy drafter's distribution is a point mass
+    on what it drafted. Neither needs the draft's rows.
+    """
+    warm = (req.temperature > 0) & (req.draft_temperature > 0)
+    return ((row < req.J) & (row <= req.length)) | ((row >= req.J) & (row < tl.where(warm, req.J + req.length, req.J)))
+
+
+@triton.jit
+@no_type_check
+def warm(temperature):
+    """A temperature that can be divided by: greedy rows are never weighed, and to divide by 0 takes twice as long."""
+    return tl.where(temperature > 0, temperature, 1.0)
+
 
 WARP = tl.constexpr(32)  # threads
 NOTHING = tl.constexpr(float("-inf"))
@@ -37,8 +132,8 @@ def draft_row(batch, req, row):
 
 @triton.jit
 @no_type_check
-def law_slices(batch, req, row, begin, there, other=NOTHING):
-    """Logits of a law row in the slices that begin at `begin`, as they are (`whole_slices`), if they are `there`; where
+def dist_slices(batch, req, row, begin, there, other=NOTHING):
+    """Logits of a distribution row in the slices that begin at `begin`, as they are (`whole_slices`), if they are `there`; where
     they are not, `other`, or anything: with None registers need not be filled in advance."""
     end = tl.where(there, tl.where(row < req.J, batch.sizes.V, batch.sizes.R), 0)
     if batch.traits.ALIKE:  # one piece of code reads both
@@ -64,7 +159,7 @@ def batch_slices(batch, b, row, begin, there):
 
 @triton.jit
 @no_type_check
-def law_parts(batch, req, row, begin):
+def dist_parts(batch, req, row, begin):
     """The same slices as float32, edits and mask put in, part by part [WARP, S]: each warp has whole slices then, and a
     thread the same place in each part. Where edits or a mask may be, a part is a slice."""
     end = tl.where(row < req.J, batch.sizes.V, batch.sizes.R)
@@ -176,10 +271,10 @@ def take_draft_before(batch, req, rows, o, end):
 @triton.jit
 @no_type_check
 def _dress(batch, req, rows, o, x, AXIS: tl.constexpr):
-    """Edits and mask put into logits x of law rows `rows` [S], whose lines lie along AXIS; the mask is the target's."""
+    """Edits and mask put into logits x of distribution rows `rows` [S], whose lines lie along AXIS; the mask is the target's."""
     draft = rows >= req.J
     if batch.traits.EDITED:
-        x = _edit(x, o, batch.edits, req.b * 2 + draft.to(tl.int64), law_row(req, rows.to(tl.int64)), req.C, AXIS)
+        x = _edit(x, o, batch.edits, req.b * 2 + draft.to(tl.int64), dist_row(req, rows.to(tl.int64)), req.C, AXIS)
     if batch.traits.MASKED:
         bits = batch.allowed + req.target_row * batch.strides.allowed + rows.to(tl.int64) * batch.strides.allowed_row
         draft = tl.expand_dims(draft, AXIS)
@@ -214,7 +309,7 @@ def _edit(x, o, edits, side, lines, C, AXIS: tl.constexpr):
 @triton.jit
 @no_type_check
 def entry_of(batch, tokens):
-    """The draft vocabulary's entry of each token; negative where it has none. Twin: `law.Vocab.entry`."""
+    """The draft vocabulary's entry of each token; negative where it has none. Twin: `distribution.DraftVocab.entry`."""
     entry = tokens.to(tl.int32)
     if batch.traits.MAPPED:
         there = (tokens >= 0) & (tokens < batch.sizes.V)

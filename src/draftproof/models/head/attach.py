@@ -10,15 +10,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftproof.core.law import Vocab
-from draftproof.models import headfile
-from draftproof.models.door import head_size
-from draftproof.models.halved import halvable, halve
-from draftproof.models.head import Head
-from draftproof.models.packed import pack, packable
-from draftproof.models.tapped import embeddings, output_rows
+from draftproof.core.distribution import DraftVocab
+from draftproof.models.cpu_linear import halvable, halve, pack, packable
+from draftproof.models.head import file as headfile
+from draftproof.models.head.network import Head
+from draftproof.models.head.taps import embeddings, output_rows
+from draftproof.models.hf import head_size
 
 ON_CPU: Final = 12288
+
 """Tokens that a head says on a CPU, where a step takes as long as its weights take to be read: more would keep a little
 more of each draft and take longer than they save (docs/decisions.md)."""
 
@@ -30,7 +30,7 @@ class FittedHead:
     head: Head
     table: Float[Tensor, "V H"]
     rows: nn.Module
-    vocab: Vocab
+    vocab: DraftVocab
 
     @classmethod
     def on(
@@ -48,7 +48,7 @@ class FittedHead:
                 halve(part)
             elif packable(part):
                 pack(part)
-        return cls(head, embeddings(model), rows, Vocab.of(ids, head_size(model)))
+        return cls(head, embeddings(model), rows, DraftVocab.of(ids, head_size(model)))
 
     def embedded(self, tokens: Int[Tensor, "*N"]) -> Float[Tensor, "*N H"]:
         return nn.functional.embedding(tokens, self.table).float()
@@ -60,6 +60,7 @@ class FittedHead:
 
 
 SHIPPED: Final = Path(__file__).parent.parent / "heads" / "smollm2-135m"
+
 """The head of the bundled model, where the package has brought one."""
 
 

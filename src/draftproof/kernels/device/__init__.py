@@ -1,0 +1,1 @@
+"""What runs on the device: Triton functions, each with its PyTorch reference."""

@@ -1,0 +1,1 @@
+"""Models: tokens and a cache in, logits out."""

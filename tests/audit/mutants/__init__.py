@@ -1,6 +1,0 @@
-"""Wrong decoders: each the real engine, with its production drafter, and one real defect in it."""
-
-from audit.mutants import drafts, narrow, processors, rules, states
-from audit.mutants.mutant import MUTANTS, Mutant
-
-__all__ = ["MUTANTS", "Mutant", "drafts", "narrow", "processors", "rules", "states"]

@@ -1,0 +1,6 @@
+"""Wrong decoders: each the real engine, with its production drafter, and one real defect in it."""
+
+from auditor.mutants import drafts, narrow, processors, rules, states
+from auditor.mutants.mutant import MUTANTS, Mutant
+
+__all__ = ["MUTANTS", "Mutant", "drafts", "narrow", "processors", "rules", "states"]

@@ -1,0 +1,179 @@
+"""Other people's decoders behind one method: what is asked of them, what they tell, and what is refused."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from auditor.mutants.world import World
+from draftproof.auditor.api import audit
+from draftproof.auditor.decoders import DECODERS, maker
+from draftproof.auditor.decoders.transformers import Generate, settings
+from draftproof.auditor.interface import Decoder
+from draftproof.core.sampling import SamplingParams
+from draftproof.core.types import Round
+from engine.many_texts import unchecked
+
+WORLD = World()
+WARM = SamplingParams(temperature=0.8, top_k=20, min_p=0.01)
+
+
+def assisted() -> Generate:
+    return maker("transformers_assisted")(WORLD.hf, WORLD.draft_hf)
+
+
+def lookup(n: int = 3) -> Generate:
+    return maker("transformers_lookup")(WORLD.hf, n)
+
+
+def plain() -> Generate:
+    return maker("transformers_plain")(WORLD.hf)
+
+
+TRANSFORMERS = {"plain": plain, "assisted": assisted, "lookup": lookup}
+
+
+def test_there_is_a_decoder_of_every_name():
+    assert all(callable(maker(name)) for name in DECODERS)
+    assert isinstance(plain(), Decoder)
+    with pytest.raises(ValueError, match=r"'transformers_plain', .*got 'triton'"):
+        maker("triton")
+
+
+class TestTransformers:
+    def test_all_that_sampling_says_is_said(self):
+        told = settings(SamplingParams(temperature=0.5, top_p=0.9, repetition_penalty=1.2, logit_bias={3: 1.0}))
+        assert told["top_k"] == 0  # its own default is 50
+        assert (told["do_sample"], told["temperature"], told["top_p"], told["min_p"]) == (True, 0.5, 0.9, None)
+        assert (told["repetition_penalty"], told["sequence_bias"]) == (1.2, {(3,): 1.0})
+        assert settings(SamplingParams(temperature=0))["do_sample"] is False
+
+    @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+    def test_what_it_has_no_name_for_is_refused(self, name):
+        with pytest.raises(ValueError, match=f"no {name}"):
+            plain().decode([[1]], SamplingParams(**{name: 0.5}), max_tokens=1, seeds=[0])
+
+    @pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS)
+    def test_a_text_is_a_function_of_its_seed_and_nothing_else_moves(self, build):
+        before = torch.random.get_rng_state()
+        own = WORLD.hf.generation_config
+        one, other = (build().decode(WORLD.prompts[:2], WARM, max_tokens=12, seeds=s) for s in ([3, 4], [3, 5]))
+        assert one[0] == other[0]
+        assert one[1] != other[1]
+        assert torch.equal(before, torch.random.get_rng_state())
+        assert WORLD.hf.generation_config is own
+        assert "_get_candidate_generator" not in vars(WORLD.hf)
+
+    @pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS)
+    def test_its_rounds_add_up_to_its_tokens(self, build):
+        for said in build().decode(WORLD.prompts[:4], WARM, max_tokens=16, seeds=range(4)):
+            assert len(said.tokens) == sum(1 + round_.accepted for round_ in said.rounds)
+            assert all(0 <= round_.accepted <= round_.drafted for round_ in said.rounds)
+        assert any(round_.drafted for round_ in said.rounds) is (build is not plain)
+
+    def test_the_models_own_settings_do_not_reach_the_distribution(self, monkeypatch):
+        monkeypatch.setattr(WORLD.hf.generation_config, "suppress_tokens", list(range(8, 64)))
+        said = plain().decode(WORLD.prompts[:4], SamplingParams(), max_tokens=16, seeds=range(4))
+        assert max(token for sample in said for token in sample.tokens) >= 8
+
+    def test_the_tokens_that_end_a_text_do(self, monkeypatch):
+        monkeypatch.setattr(WORLD.hf.generation_config, "eos_token_id", list(range(32)))
+        [said] = plain().decode(WORLD.prompts[:1], SamplingParams(), max_tokens=64, seeds=[0])
+        assert len(said.tokens) < 64
+        assert [token < 32 for token in said.tokens] == [False] * (len(said.tokens) - 1) + [True]
+
+    def test_prompt_lookup_copies_something(self):
+        with pytest.raises(ValueError, match="n ≥ 1 tokens; got 0"):
+            lookup(0)
+
+
+@pytest.mark.statistical
+class TestAudited:
+    """1,024 tokens, α = 1e-6, fixed seeds: enough to find a wrong temperature, and what transformers does passes."""
+
+    def verdict(self, decoder, sampling: SamplingParams, drafter) -> str:
+        asked = {"sampling": sampling, "drafter": drafter, "max_tokens": 1024, "batch": 64}
+        with unchecked():
+            found = audit(decoder, WORLD.hf, WORLD.prompts, **asked)
+        assert found.coverage.rejected > 100
+        return found.verdict
+
+    def test_assisted_generation_is_not_called_biased(self):
+        assert self.verdict(assisted(), WARM, WORLD.draft_hf) != "biased"
+
+    def test_prompt_lookup_is_not_called_biased(self):
+        assert self.verdict(lookup(), WARM, "prompt-lookup") != "biased"
+
+    def test_assisted_generation_at_another_temperature_is(self):
+        class Hot:
+            def decode(self, prompts, sampling, *, max_tokens, seeds):
+                return assisted().decode(prompts, SamplingParams(), max_tokens=max_tokens, seeds=seeds)
+
+        assert self.verdict(Hot(), SamplingParams(temperature=0.5), WORLD.draft_hf) == "biased"
+
+
+PROGRAM = """
+import json, sys
+for count, line in enumerate(sys.stdin):
+    asked = json.loads(line)
+    tokens = [asked["seed"], len(asked["prompt"]), asked["max_tokens"], count]
+    rounds = [[2, 1], [1, 1]] if asked["sampling"]["top_k"] else None
+    print(json.dumps({"tokens": tokens, "rounds": rounds}), flush=True)
+"""
+
+
+def program(text: str, timeout: float = 20.0):
+    return maker("command")([sys.executable, "-c", text], timeout=timeout)
+
+
+def asked(decoder, sampling: SamplingParams = WARM, n: int = 2):
+    try:
+        return decoder.decode([[1, 2, 3]] * n, sampling, max_tokens=4, seeds=range(n))
+    finally:
+        decoder.close()
+
+
+class TestCommand:
+    def test_it_is_asked_line_by_line_and_kept_running(self):
+        decoder = program(PROGRAM)
+        first = decoder.decode([[1, 2, 3]], WARM, max_tokens=4, seeds=[7])
+        second = decoder.decode([[5]], SamplingParams(), max_tokens=9, seeds=[8])
+        decoder.close()
+        assert first[0].tokens == (7, 3, 4, 0)
+        assert first[0].rounds == (Round(2, 1), Round(1, 1))
+        assert second[0].tokens == (8, 1, 9, 1)
+        assert second[0].rounds is None
+
+    def test_many_requests_do_not_fill_a_pipe(self):
+        assert len(asked(program(PROGRAM), n=5000)) == 5000
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("print('hello'); input()", r"no answer \(JSONDecodeError.*'hello'.*\"tokens\""),
+            ("print('{\"tokens\": [1.5]}'); input()", "1.5 is no whole number"),
+            ("print('{\"text\": 1}'); input()", "KeyError: 'tokens'"),
+            ("import sys; sys.exit('no such model')", r"exit status 1\); it wrote: no such model"),
+            ("input(); print('{\"tokens\": [1]}')", "ended without an answer to every request"),
+        ],
+    )
+    def test_what_it_does_wrong_is_told(self, text, says):
+        with pytest.raises(RuntimeError, match=says):
+            asked(program(text))
+
+    def test_silence_has_an_end(self):
+        with pytest.raises(RuntimeError, match=r"no line within 0\.2 seconds"):
+            asked(program("import time; time.sleep(60)", timeout=0.2))
+
+    def test_a_program_that_is_not_there_is_told(self):
+        with pytest.raises(ValueError, match="'no-such-program' cannot be started: No such file"):
+            asked(maker("command")(["no-such-program"]))
+        with pytest.raises(ValueError, match="wants a program"):
+            maker("command")([])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_it_is_said_what_is_missing():
+    with pytest.raises(ImportError, match="needs vLLM"):
+        maker("vllm")("some/folder")

@@ -1,0 +1,75 @@
+"""The same seeds, the same texts: an engine that keeps the promise, and decoders that do not."""
+
+import pytest
+import torch
+
+import draftproof as dp
+from auditor.toy_decoder import pair
+from draftproof.auditor.interface import Decoded
+from draftproof.auditor.invariance import agreement
+from draftproof.core.sampling import SamplingParams
+from draftproof.models.toy import Toy
+from engine.many_texts import unchecked
+
+TARGET, DRAFT = pair(24)
+PROMPTS = [[a, 1, a] for a in range(4)]
+
+
+def engines(rule):
+    lengths = {f"draft length {k}": dp.load(TARGET, DRAFT, rule=rule, num_draft_tokens=k, max_batch=4) for k in (1, 3)}
+    return {**lengths, "copied": dp.load(TARGET, "prompt-lookup", rule=rule), "plain": dp.load(TARGET, None)}
+
+
+@pytest.mark.parametrize("temperature", [0, 0.9])
+def test_coupled_and_greedy_texts_depend_on_the_seed_alone(temperature):
+    with unchecked():
+        found = agreement(
+            engines("coupled"), TARGET, PROMPTS, sampling=SamplingParams(temperature=temperature), max_tokens=12
+        )
+    assert found.holds, str(found)
+    assert len(found.runs) == 8
+    assert found.tokens == 4 * 12
+
+
+def test_under_the_token_rule_texts_depend_on_the_draft_and_that_is_seen():
+    with unchecked():
+        found = agreement(engines("token"), TARGET, PROMPTS, sampling=SamplingParams(), max_tokens=12)
+    assert not found.holds
+    assert "NOT the same" in str(found)
+
+
+class Shared:
+    """Randomness by the place in the batch, and not by the seed."""
+
+    def decode(self, prompts, sampling, *, max_tokens, seeds):
+        return [Decoded(tuple((i + n) % 24 for n in range(max_tokens))) for i in range(len(prompts))]
+
+
+def test_a_seed_tied_to_the_batch_slot_is_seen():
+    found = agreement({"shared": Shared()}, TARGET, PROMPTS, sampling=SamplingParams(), max_tokens=4)
+    assert not found.holds
+    assert {p.run for p in found.partings} == {"shared, one at a time"}
+    assert [p.position for p in found.partings] == [0] * 3
+
+
+class Says:
+    def __init__(self, *tokens):
+        self.tokens = tokens
+
+    def decode(self, prompts, sampling, *, max_tokens, seeds):
+        return [Decoded(self.tokens)] * len(prompts)
+
+
+def test_a_near_tie_is_shown_and_not_counted():
+    toy = Toy(torch.tensor([[3.0, 3.0 - 1e-6, 0.0]]).repeat(3, 1))
+    how = {"sampling": SamplingParams(temperature=0), "max_tokens": 2}
+    near = agreement({"a": Says(0, 0), "b": Says(0, 1)}, toy, [[0]], **how)
+    assert near.holds
+    assert [p.near for p in near.partings] == [True, True]
+    assert not agreement({"a": Says(0, 0), "b": Says(0, 2)}, toy, [[0]], **how).holds
+    assert not agreement({"a": Says(0, 0), "b": Says(0)}, toy, [[0]], **how).holds
+
+
+def test_nothing_is_not_compared():
+    with pytest.raises(ValueError, match="nothing to compare: 0 decoders"):
+        agreement({}, TARGET, PROMPTS, sampling=SamplingParams())
