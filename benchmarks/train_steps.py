@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 
 from draftproof.engine.load import load
 from draftproof.models.attention import steady_attention
+from draftproof.models.compatibility import head_size
 from draftproof.models.head.taps import shape_for
-from draftproof.models.hf import head_size
-from draftproof.train.config import DEFAULT_VOCAB
-from draftproof.train.data import rows_at_once, starts, turns_of
+from draftproof.train.chat_template import turns_of
+from draftproof.train.config import DEFAULT_VOCAB, Course
+from draftproof.train.data import rows_at_once, starts
 from draftproof.train.generate import Texts, converse
 from draftproof.train.target import Notes, TargetSignals
-from draftproof.train.trainer import Course, Marks, Student, new_head
+from draftproof.train.trainer import Marks, Student, new_head
 
 WARMING_UP = 3
 BATCHES = 4

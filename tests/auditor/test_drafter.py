@@ -14,7 +14,7 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
-from draftproof.models.head.network import file as headfile
+from draftproof.models.head import file as headfile
 from draftproof.models.toy import Toy
 from engine.many_texts import unchecked
 from engine.test_head_distribution import COLD, REDUCED, RawDistribution

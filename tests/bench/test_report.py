@@ -7,8 +7,7 @@ import pytest
 
 from draftproof.bench.measure import Plan, Run, Said, measured
 from draftproof.bench.prompts import Prompt
-from draftproof.bench.report import Spread, comparison, summarise, table
-from draftproof.bench.results import Results, differences, read_results
+from draftproof.bench.report import Results, Spread, comparison, differences, read_results, summarise, table
 
 PLAIN = Run("plain", "a", "chat", 0, 10, 10.0, 1.0, 10, 0, 0, 0, "x")
 FAST = replace(PLAIN, contestant="fast", seconds=5.0, passes=4, drafts=3, drafted=12, accepted=6)

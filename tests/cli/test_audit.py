@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import draftproof as dp
 from draftproof.engine import load as door
+from draftproof.models.head import file as headfile
 from draftproof.models.head.network import Head
-from draftproof.models.head.network import file as headfile
 from draftproof.models.head.taps import shape_for
 
 QUICK = ("--bias", "0.9", "--length", "24", "--batch", "8", "--num-draft-tokens", "2")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from draftproof.cli.chat import Conversation, Settings, restored
+from draftproof.cli.conversation import Conversation, Settings, restored
 from draftproof.cli.generate import Answer
 from draftproof.cli.options import Choice
 from draftproof.cli.slash import COMMANDS, LeaveChat, obey

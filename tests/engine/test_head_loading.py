@@ -10,9 +10,9 @@ from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.switch import Switch
+from draftproof.models.head import attach as fitted
+from draftproof.models.head import file as headfile
 from draftproof.models.head.network import Head
-from draftproof.models.head.network import attach as fitted
-from draftproof.models.head.network import file as headfile
 from draftproof.models.head.taps import shape_for
 from engine.scripted import cycle
 from engine.test_greedy import LENGTH, PROMPTS, differences

@@ -9,7 +9,7 @@ from compile_all import B, NoDevice
 import draftproof as dp
 from draftproof.kernels.call import Call
 from draftproof.kernels.compile import compile_step
-from draftproof.kernels.device.draw import plan_draw
+from draftproof.kernels.draw_rows import plan_draw
 from draftproof.kernels.parameters import Parameters
 from draftproof.kernels.workspace import Workspace
 

@@ -6,8 +6,8 @@ import torch
 import draftproof as dp
 from draftproof.kernels import verify_rows
 from draftproof.kernels.device.cutoff import LINES
-from draftproof.kernels.op import launch_op
 from draftproof.kernels.parameters import Parameters
+from draftproof.kernels.torch_op import launch_op
 from draftproof.kernels.workspace import FEW, MEASURED, NUMBERS, PARTS, PER_CHUNK, PIVOTS, ROUNDS, Workspace, chunks
 
 S = dp.SamplingParams

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from draftproof.models.cpu_linear import HalvedLinear, halvable, halve
+from draftproof.models.head import attach as fitted
 from draftproof.models.head.attach import FittedHead
-from draftproof.models.head.network import attach as fitted
 from engine.tiny import llama
 from engine.tiny_heads import IDS, on_target, trained
 

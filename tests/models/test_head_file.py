@@ -8,8 +8,8 @@ import torch
 import transformers as tf
 
 from draftproof.models.cpu_linear import pack
+from draftproof.models.head import file as headfile
 from draftproof.models.head.network import Head
-from draftproof.models.head.network import file as headfile
 from draftproof.models.head.taps import default_taps, embeddings, output_rows, shape_for, weights_hash
 from draftproof.models.hf import HFModel
 from models.families import CONFIGS, V, family

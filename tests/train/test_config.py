@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from draftproof.train.config import Budget, PausedError, Plan, workplace
-from draftproof.train.trainer import LEAST_RATE, SINGLE, WARM, rate
+from draftproof.train.config import SINGLE, Budget, PausedError, Plan, workplace
+from draftproof.train.trainer import LEAST_RATE, WARM, rate
 
 
 class Clock:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from draftproof.train import data as corpora
+from draftproof.train.chat_template import turns_of
 from draftproof.train.config import Budget, PausedError, Plan, workplace
-from draftproof.train.data import TEMPERATURES, corpus, every_subject, frequent, kept, starts, turns_of
+from draftproof.train.data import TEMPERATURES, corpus, every_subject, frequent, kept, starts
 from draftproof.train.evaluate import held_out
 from draftproof.train.generate import Texts
 from models.tiny_tokenizers import byte_fallback, byte_level

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from draftproof.train.data import starts, turns_of
+from draftproof.train.chat_template import turns_of
+from draftproof.train.data import starts
 from draftproof.train.generate import Start, converse, draw
 from g_test import g_test
 from models.tiny_tokenizers import byte_level

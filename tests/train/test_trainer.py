@@ -8,10 +8,11 @@ import torch
 
 from draftproof.models.head.network import Head, HeadShape
 from draftproof.models.head.taps import shape_for
+from draftproof.train.config import Course
 from draftproof.train.generate import Texts
 from draftproof.train.report import step_ms
 from draftproof.train.target import TargetSignals
-from draftproof.train.trainer import MEMORY, Course, Marks, Student, batches, memory, needs, new_head
+from draftproof.train.trainer import MEMORY, Marks, Student, batches, memory, needs, new_head
 from draftproof.train.unroll import unroll
 from train.tiny_target import pupil
 

@@ -1,12 +1,18 @@
 """From runs to figures: speeds, speedups with their spread, acceptance."""
 
+import json
+import os
+import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
+import torch
 from rich.table import Table
 
+import draftproof
 from draftproof.bench.measure import PLAIN, Run
 
 
@@ -193,3 +199,43 @@ def _bars(axes: "object", bars: list[tuple[float, Figures]], width: float, name:
     whiskers = [[s.middle - s.low for s in spreads], [s.high - s.middle for s in spreads]]
     places = [x for x, _ in bars]
     axes.bar(places, middle, width, yerr=whiskers, label=name, color=ink, ecolor="#5d6573", capsize=2)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    runs: list[Run]
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False, indent=1) + "\n"
+
+
+def machine() -> dict[str, Any]:
+    """What a speed depends on besides the program."""
+    return {
+        "draftproof": draftproof.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def read_results(path: Path) -> Results:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return Results(kept["settings"], kept["machine"], [Run(**run) for run in kept["runs"]])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no results of `draftproof bench --json` ({type(error).__name__})") from None
+
+
+def differences(one: Results, other: Results) -> Sequence[str]:
+    """What besides speed is different, a line each: a comparison should know."""
+    said = []
+    for part in ("settings", "machine"):
+        a, b = getattr(one, part), getattr(other, part)
+        said += [f"{key}: {a.get(key)} → {b.get(key)}" for key in {**a, **b} if a.get(key) != b.get(key)]
+    return said

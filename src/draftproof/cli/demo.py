@@ -15,10 +15,9 @@ from draftproof.cli.generate import Answer
 from draftproof.cli.options import Choice
 from draftproof.drafters.registry import meant
 from draftproof.explain.explanation import Explanation, write_page
-from draftproof.explain.recorder import Recorder
+from draftproof.explain.recorder import Recorder, Round
 from draftproof.explain.story import about_closing, about_slot
 from draftproof.explain.terminal import legend, show_round
-from draftproof.explain.trace import Round
 
 HELP = """Answer two prompts with plain and with speculative decoding, side by side; then explain one round.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from draftproof.cli.chat import Conversation, restored
+from draftproof.cli.conversation import Conversation, restored
 from draftproof.cli.options import RULES, SAMPLING, Choice, draft_length, drafter_of
 from draftproof.explain.recorder import WATCHED, Recorder
 

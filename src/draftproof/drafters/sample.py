@@ -194,7 +194,7 @@ class _OnDevice:
     def draw(
         self, logits: Float[Tensor, "B R"], rng: Philox, j: int, vocab: DraftVocab | None
     ) -> tuple[Distribution, Int[Tensor, " B"]]:
-        from draftproof.kernels.device.draw import draw_rows
+        from draftproof.kernels.draw_rows import draw_rows
 
         if rng.shared:
             torch.add(rng.starts, j, out=self.parameters["positions"])

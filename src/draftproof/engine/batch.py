@@ -1,9 +1,7 @@
 """The rows under way and what the model remembers of them: they come, advance together, and leave."""
 
-import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -13,27 +11,8 @@ from draftproof.core.device import current_device, to_device
 from draftproof.drafters.interface import TargetOutputs
 from draftproof.engine.draft_length import DraftLengthPolicy
 from draftproof.engine.request import Session
-from draftproof.engine.round import Emitted, Parts, advance
+from draftproof.engine.round import Clock, Emitted, Parts, advance
 from draftproof.models.interface import Cache, Model
-
-
-@dataclass(slots=True)
-class Clock:
-    """Seconds by stage since it was made."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
 
 
 @runtime_checkable

@@ -1,7 +1,9 @@
 """One round: propose, score, judge, keep, extend. The whole method is `advance`."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,12 +17,30 @@ from draftproof.core.sampling import warp_without_sync
 from draftproof.core.tree import check_parents, misplaced
 from draftproof.core.types import PAD, Draft, History, Verdict
 from draftproof.drafters.interface import Context, Drafter, TargetFeatures, TargetOutputs
-from draftproof.engine.batch import Clock
 from draftproof.engine.grammar import masks
 from draftproof.engine.request import Session
 from draftproof.models.interface import Cache, Forward, Model
 from draftproof.rules import Verifier
 from draftproof.rules import api as fused
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds by stage since it was made."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
 
 
 @dataclass(frozen=True, slots=True)

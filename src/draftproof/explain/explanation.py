@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.engine.request import Stats
+from draftproof.explain.recorder import Candidate, Round
 from draftproof.explain.story import about_closing, about_slot
-from draftproof.explain.trace import Candidate, Round
 from draftproof.models.tokenizer import Detokenizer, Tokenizer
 
 

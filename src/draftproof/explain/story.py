@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from draftproof.explain.trace import Closing, Round, Slot
+from draftproof.explain.recorder import Closing, Round, Slot
 
 Name = Callable[[int], str]
 """A token as it is written in a sentence."""

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from draftproof.explain.explanation import origin, visible
+from draftproof.explain.recorder import Round, Slot
 from draftproof.explain.story import number
-from draftproof.explain.trace import Round, Slot
 
 STYLES: Final = {
     "kept": "green",

@@ -99,7 +99,7 @@ def verify_rows(
     else:
         workspace.check(B, K, V, filtered=parameters.filtered)
     if torch.compiler.is_compiling():
-        from draftproof.kernels.op import launch_op as launch
+        from draftproof.kernels.torch_op import launch_op as launch
     else:
         from draftproof.kernels.launch import launch
     if B:

@@ -18,7 +18,14 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from draftproof.core.types import InexactError
 from draftproof.models.cache import SlotCache
-from draftproof.models.hf import check_layers, check_pass, decoder_config, furthest, head_size, refuse_at_the_door
+from draftproof.models.compatibility import (
+    check_layers,
+    check_pass,
+    decoder_config,
+    furthest,
+    head_size,
+    refuse_at_the_door,
+)
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import additive, chain
 from draftproof.models.weight_sharing import shadow

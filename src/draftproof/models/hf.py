@@ -1,107 +1,32 @@
 """Any Hugging Face causal language model, served over a slot cache."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftproof.core.types import InexactError
 from draftproof.models import masks as alibi
 from draftproof.models.attention import NAME, steady_attention
 from draftproof.models.cache import SlotCache, released
-from draftproof.models.compatibility import TRIED, probe
+from draftproof.models.compatibility import (
+    TRIED,
+    cached_layers,
+    check_layers,
+    check_pass,
+    decoder_config,
+    furthest,
+    head_size,
+    probe,
+    refuse_at_the_door,
+)
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import View, additive, chain, tree
 from draftproof.models.weight_sharing import attentive, shortened
-
-SHORTENABLE = (DynamicLayer, DynamicSlidingWindowLayer)
-"""The states that a slot cache can hold: one key and one value for each token."""
-
-BY_SLOT = {
-    "gpt_neo": "its local layers cut their window by slot, the same for all rows",
-    "mpt": "its ALiBi counts slots, which in a tree are not positions",
-}
-"""Families that a probe of a few tokens, or in half precision, might let through."""
-
-
-def refuse_at_the_door(model: PreTrainedModel) -> None:
-    """Raise where the model could not be served exactly, or could only be served by changing it."""
-    name = type(model).__name__
-    if model.training:
-        raise ValueError(f"{name} is in training mode, where dropout changes the distribution: call model.eval() first")
-    if model.config.model_type in BY_SLOT:
-        raise InexactError(f"{name} cannot be served in ragged batches and trees: {BY_SLOT[model.config.model_type]}")
-    for index, layer in enumerate(DynamicCache(config=decoder_config(model)).layers):
-        if type(layer) not in SHORTENABLE:
-            raise InexactError(
-                f"{name} cannot go back after a rejection: layer {index} keeps a {type(layer).__name__}, a state that "
-                "cannot be shortened. Use a model with attention in every layer, or transformers' own generate"
-            )
-    if getattr(model, "_is_stateful", False):
-        raise InexactError(
-            f"{name} cannot go back after a rejection: transformers marks its state ({model.config.model_type}) as "
-            "recurrent. Use a model with attention in every layer, or transformers' own generate"
-        )
-
-
-def decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
-    return model.config.get_text_config(decoder=True)
-
-
-def head_size(model: PreTrainedModel) -> int:
-    """Logits in a row, which may be more than the tokenizer has tokens."""
-    size = getattr(model.get_output_embeddings(), "out_features", None)
-    return int(decoder_config(model).vocab_size if size is None else size)
-
-
-def cached_layers(config: PreTrainedConfig) -> int:
-    """Layers with keys and values of their own; some models share them between layers."""
-    return len(DynamicCache(config=config).layers)
-
-
-def furthest(config: PreTrainedConfig) -> int | None:
-    """How many positions the model was made for.
-
-    LongRoPE changes all its frequencies at its original length. A cache that was filled before and read after would
-    mix both, and a padded pass could cross the border early: it is served up to there.
-    """
-    limits = [getattr(config, "max_position_embeddings", None)]
-    for rope in _ropes(getattr(config, "rope_parameters", None) or {}):
-        if rope.get("rope_type") == "longrope":
-            limits.append(rope.get("original_max_position_embeddings"))
-    known = [limit for limit in limits if limit is not None and limit > 0]
-    return min(known) if known else None
-
-
-def _ropes(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """One set of parameters, or one for each kind of layer."""
-    yield parameters
-    yield from (nested for nested in parameters.values() if isinstance(nested, Mapping))
-
-
-def check_pass(tokens: Tensor, parents: Tensor | None, scored: int | None, rows: int) -> None:
-    B, T = tokens.shape
-    if rows != B or T == 0:
-        raise ValueError(f"tokens {(B, T)} must have {rows} rows, as the cache has, and at least one column")
-    if parents is not None and parents.shape != (B, T - 1):
-        raise ValueError(
-            f"parents {tuple(parents.shape)} must name a parent for each token after the root: {(B, T - 1)}"
-        )
-    if scored is not None and not 1 <= scored <= T:
-        raise ValueError(f"scored={scored}, but the pass has {T} tokens: give 1 to {T}, or None for all")
-
-
-def check_layers(layers: Sequence[int], total: int) -> None:
-    for layer in layers:
-        if not 1 <= layer <= total:
-            raise ValueError(f"layers={tuple(layers)}: the model has layers 1 to {total}, there is no {layer}")
-
 
 Masks = Tensor | None | dict[str, Tensor | None]
 

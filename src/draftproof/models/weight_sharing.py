@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from draftproof.core.types import InexactError
 from draftproof.models.attention import NAME, register
-from draftproof.models.hf import decoder_config
+from draftproof.models.compatibility import decoder_config
 
 
 def shadow(model: PreTrainedModel) -> PreTrainedModel:

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from draftproof.engine.load import load
 from draftproof.models.attention import steady_attention
+from draftproof.models.compatibility import head_size
 from draftproof.models.head.file import meta_for, save
 from draftproof.models.head.network import Head
 from draftproof.models.head.taps import shape_for
-from draftproof.models.hf import HFModel, head_size
+from draftproof.models.hf import HFModel
 from draftproof.train import report as reports
 from draftproof.train.config import DATA, DEFAULT_VOCAB, Budget, Plan, Workplace, workplace
 from draftproof.train.data import Corpus, corpus, ends_of, frequent

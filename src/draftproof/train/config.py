@@ -8,7 +8,27 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from draftproof.train.trainer import SINGLE, Course
+SINGLE: Final = 0.25
+"""The share of the training in which only a draft's first token is learnt: unrolled from the start, a head learns
+slowly; never unrolled, it fails at its second token (docs/decisions.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a head is taught. `single`: the share of the training in which it is not unrolled."""
+
+    depth: int = 5
+    batch: int = 24
+    learning_rate: float = 1e-3
+    seed: int = 0
+    single: float = SINGLE
+
+    def check(self) -> None:
+        if self.depth < 1 or self.batch < 1:
+            raise ValueError(f"depth and batch must be ≥ 1; got {self.depth} and {self.batch}")
+        if not 0 < self.learning_rate < 1:
+            raise ValueError(f"learning_rate must be between 0 and 1; got {self.learning_rate}")
+
 
 DATA: Final = 0.25
 EVALUATION: Final = 0.1

@@ -12,62 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftproof.models.compatibility import decoder_config, furthest, head_size
 from draftproof.models.head.taps import shape_for
-from draftproof.models.hf import decoder_config, furthest, head_size
+from draftproof.train.chat_template import Turns, turns_of
 from draftproof.train.config import Budget, Workplace
 from draftproof.train.generate import Start, Texts, converse
-
-QUESTION: Final = "draftproof-question"
-ANSWER: Final = "draftproof-answer"
-FOLLOWING: Final = "draftproof-following"
-"""Words that no template contains: what stands between them in a rendered chat is the template's own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """The tokens up to a user's first word, from a user's last word to the assistant's first, and back.
-
-    The first token of a change of turns is how the speaker ends; the target draws it by itself. A target without a
-    chat template has no turns: its texts begin with `opening` and go on.
-    """
-
-    opening: tuple[int, ...]
-    to_assistant: tuple[int, ...] = ()
-    to_user: tuple[int, ...] = ()
-
-    @property
-    def is_chat(self) -> bool:
-        return bool(self.to_assistant and self.to_user)
-
-
-def turns_of(tokenizer: Any) -> Turns:
-    """Read off the tokenizer's chat template, or what its plain texts begin with."""
-    if not tokenizer.chat_template:
-        return Turns(tuple(tokenizer.encode("")))
-    asked = _rendered(tokenizer, [("user", QUESTION)], features=True)
-    opening, to_assistant = _between(asked, QUESTION)
-    talk = _rendered(tokenizer, [("user", QUESTION), ("assistant", ANSWER), ("user", FOLLOWING)], features=False)
-    _, behind_answer = _between(talk, ANSWER)
-    to_user, _ = _between(behind_answer, FOLLOWING)
-    parts = (opening, to_assistant, to_user)
-    return Turns(*(tuple(tokenizer.encode(part, add_special_tokens=False)) for part in parts))
-
-
-def _rendered(tokenizer: Any, said: list[tuple[str, str]], *, features: bool) -> str:
-    messages = [{"role": role, "content": content} for role, content in said]
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=features)
-    return text
-
-
-def _between(text: str, word: str) -> tuple[str, str]:
-    before, found, after = text.partition(word)
-    if not found:
-        raise ValueError(
-            f"the chat template leaves out what was said ({word!r} is not in {text!r}): its conversations cannot be "
-            "made. Clear tokenizer.chat_template to train on plain texts"
-        )
-    return before, after
-
 
 TEMPERATURES: Final = ((1.0, 0.55), (0.7, 0.28), (0.0, 0.17))
 """Of the answers, with their shares: a head should know the roads that every kind of sampling takes."""
@@ -89,23 +38,27 @@ SUBJECTS: Final = (
     "user interfaces", "remote work", "job interviews", "time management", "negotiation", "nutrition", "sleep",
     "small businesses", "marketing", "insurance", "renting a flat", "learning Spanish", "camping", "photography",
 )  # fmt: skip
+
 HEROES: Final = (
     "a dragon who is afraid of fire", "two sisters and a magic mirror", "a robot that learns to paint", "a lost puppy",
     "a detective in a sleepy town", "the last tree on earth", "a boy who talks to the moon", "a pirate without a ship",
     "an astronaut who comes home after a hundred years", "a baker with a secret", "a haunted violin", "a talking fox",
 )  # fmt: skip
+
 PROBLEMS: Final = (
     "the sum of the first n odd numbers", "the area of a triangle", "a quadratic equation",
     "the greatest common divisor",
     "the probability of rolling two sixes", "the derivative of a polynomial", "a system of two linear equations",
     "the volume of a cylinder", "simple interest", "the mean and the median", "percentages", "ratios", "prime factors",
 )  # fmt: skip
+
 TASKS: Final = (
     "reverses a string", "finds the largest number in a list", "checks whether a word is a palindrome", "sorts a list",
     "reads a CSV file", "computes Fibonacci numbers", "removes duplicates from a list", "counts the words in a text",
     "implements a stack", "merges two dictionaries", "validates an email address", "parses a date", "draws a histogram",
     "converts Celsius to Fahrenheit", "implements binary search", "flattens a nested list", "downloads a web page",
 )  # fmt: skip
+
 SENTENCES: Final = (
     "hey, cant come to the meeting today, something came up", "The results was not what we had expected to seen.",
     "Our product is very good and very cheap and everyone should really buy it.",
@@ -166,6 +119,7 @@ KINDS: Final = (
         ("List", "Give me ten ideas for", "Make a table of", "Name five", "Create a checklist for", "Suggest some"),
     ),
 )  # fmt: skip
+
 UNFINISHED: Final = "def"
 """A whole question that ends so is not whole: the target has to write the code first."""
 
@@ -209,6 +163,7 @@ SHORTEST: Final = 24
 """Tokens of a text below which there is nothing to learn from."""
 
 CPU_ROWS: Final = 32
+
 GPU_SHARE: Final = 0.55
 """Of the free memory of a GPU, for the keys and values of a wave."""
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicLayer
 
-from draftproof.models.hf import cached_layers, decoder_config
-from draftproof.train.data import Turns
+from draftproof.models.compatibility import cached_layers, decoder_config
+from draftproof.train.chat_template import Turns
 
 FREE: Final = -1
 """Where the target chooses the token."""

@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.head.taps import embeddings, output_rows
-from draftproof.models.hf import decoder_config, head_size
 from draftproof.train.generate import Texts
 
 CHUNK: Final = 8192

@@ -17,7 +17,7 @@ from draftproof.models.bundled.download import sha256
 from draftproof.models.head.file import WEIGHTS, HeadMeta, check_target, load
 from draftproof.models.head.network import Head, HeadShape
 from draftproof.models.head.taps import shape_for
-from draftproof.train.config import Budget, Plan, Workplace
+from draftproof.train.config import Budget, Course, Plan, Workplace
 from draftproof.train.loss import distance
 from draftproof.train.target import Lesson, Notes
 from draftproof.train.unroll import unroll
@@ -69,10 +69,6 @@ def _check_seed(plan: Plan, told: dict[str, Any]) -> None:
         before = before.get("origin")
 
 
-SINGLE: Final = 0.25
-"""The share of the training in which only a draft's first token is learnt: unrolled from the start, a head learns
-slowly; never unrolled, it fails at its second token (docs/decisions.md)."""
-
 BLEND: Final = 0.4
 """Of the acceptance in the loss, once a head is unrolled."""
 
@@ -90,23 +86,6 @@ FINAL_NORMS: Final = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 
 MEMORY: Final = 0.999
 """What the average of the weights keeps of itself at a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """How a head is taught. `single`: the share of the training in which it is not unrolled."""
-
-    depth: int = 5
-    batch: int = 24
-    learning_rate: float = 1e-3
-    seed: int = 0
-    single: float = SINGLE
-
-    def check(self) -> None:
-        if self.depth < 1 or self.batch < 1:
-            raise ValueError(f"depth and batch must be ≥ 1; got {self.depth} and {self.batch}")
-        if not 0 < self.learning_rate < 1:
-            raise ValueError(f"learning_rate must be between 0 and 1; got {self.learning_rate}")
 
 
 @dataclass(slots=True)
@@ -238,6 +217,7 @@ def rate(steps: int, progress: float) -> float:
 
 
 LOOK: Final = 64
+
 LOOK_SECONDS: Final = 5.0
 """Steps between two looks at the marks, of which each waits for all that a GPU was given to do; seconds, where steps
 are long."""

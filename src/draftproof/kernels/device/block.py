@@ -28,7 +28,7 @@ from draftproof.kernels.device.philox import ACCEPT, uniform
 from draftproof.kernels.device.residual import closing_pair, excess_sums, sum_written, written_dists
 from draftproof.kernels.device.rows import request, warm
 from draftproof.kernels.device.stats import draft_known, draft_numbers, line_of, points_of, target_known, target_numbers
-from draftproof.kernels.device.token import drafted_tokens, greedy_match, write
+from draftproof.kernels.device.verdict import drafted_tokens, greedy_match, write
 
 NODES = tl.constexpr(4)  # that are looked at side by side
 

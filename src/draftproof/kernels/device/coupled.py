@@ -12,7 +12,7 @@ from draftproof.kernels.device.layout import BAD_TARGET, CHUNK
 from draftproof.kernels.device.philox import POSITION, exponential
 from draftproof.kernels.device.rows import request
 from draftproof.kernels.device.stats import pick, points_of, target_known, target_settled
-from draftproof.kernels.device.token import drafted_tokens, greedy_match, write
+from draftproof.kernels.device.verdict import drafted_tokens, greedy_match, write
 
 
 @triton.jit

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftproof.core.distribution import DraftVocab
+from draftproof.models.compatibility import head_size
 from draftproof.models.cpu_linear import halvable, halve, pack, packable
 from draftproof.models.head import file as headfile
 from draftproof.models.head.network import Head
 from draftproof.models.head.taps import embeddings, output_rows
-from draftproof.models.hf import head_size
 
 ON_CPU: Final = 12288
 

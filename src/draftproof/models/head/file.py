@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.head.network import Head, HeadShape
 from draftproof.models.head.taps import weights_hash
-from draftproof.models.hf import decoder_config, head_size
 
 __all__ = ["HeadMeta", "check_target", "load", "meta_for", "save", "weights_hash"]
 

@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.cpu_linear import PackedLinear
 from draftproof.models.head.network import HeadShape
-from draftproof.models.hf import decoder_config, head_size
 
 SAMPLED: Final = 2**14
 

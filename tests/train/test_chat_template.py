@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from draftproof.train.data import turns_of
+from draftproof.train.chat_template import turns_of
 from models.tiny_tokenizers import byte_fallback, byte_level
 
 
