@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from draftproof.bench import prompts, results
+from draftproof.bench import prompts
+from draftproof.bench import report as results
 from draftproof.bench import report as table
 from draftproof.bench.engines import hosts, ours
 from draftproof.bench.measure import Contestant, Plan, Run, measured
