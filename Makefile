@@ -3,20 +3,21 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# One thread a worker: two workers with two threads each would spend their time waiting for one another.
+# One thread per worker: two workers with two threads each would compete for two cores.
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: help venv demo test test-all test-gpu check controls bench clean audit-mutants test-vllm
+.PHONY: help venv demo test test-all test-gpu check docs controls bench clean audit-mutants test-vllm
 
 help:
 	@echo "make demo      two prompts, plain and speculative, side by side, on the bundled model"
-	@echo "make test      lint, types and a budgeted test run that proves every claim once"
+	@echo "make test      make check and a budgeted test run that proves every claim once"
 	@echo "make test-all  everything, the slow tests included"
 	@echo "make test-gpu  what needs a CUDA device"
-	@echo "make check     lint, format, types"
-	@echo "make controls  run the wrong verifiers and keep the table of what catches them (docs/controls.md)"
-	@echo "make bench     the figures of the README"
-	@echo "make audit-mutants  wrong decoders under audit; keeps the tables of docs/reading-a-certificate.md"
+	@echo "make check     lint, format, types, and the documentation's links and references"
+	@echo "make docs      the documentation as a site, in site/"
+	@echo "make controls  run the wrong verifiers and write the table of what catches them (docs/controls.md)"
+	@echo "make bench     the CPU figures of docs/figures.md"
+	@echo "make audit-mutants  wrong decoders under audit; writes the tables of docs/reading-a-certificate.md"
 	@echo "make test-vllm audits vLLM itself, in an environment of its own (.venv-vllm)"
 
 venv: $(READY)
@@ -25,7 +26,7 @@ venv: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
 	touch $(READY)
 
 demo: $(READY)
@@ -36,6 +37,11 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(MAKE) --no-print-directory docs
+
+# Strict: a broken link, a missing anchor or a name that the API reference cannot find is an error. Needs no network.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 test: check
 	$(TEST) -m "not slow and not gpu"
@@ -56,6 +62,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/engine_cpu.py
 	$(BIN)/python benchmarks/head.py
 	$(BIN)/python benchmarks/audit.py
+	$(BIN)/python benchmarks/plot_speed.py
 
 audit-mutants: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m auditor.mutants.report
@@ -79,4 +86,4 @@ test-vllm: .venv-vllm/.ready
 		$(VLLM)/pytest -m vllm -k $$kind tests/auditor/test_vllm.py || exit 1; done
 
 clean:
-	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,14 +1,14 @@
-"""What an audit finds, how soon, and what it costs: the bundled model on a CPU, and toys.
+"""Measure what an audit finds, after how many tokens, and at what cost: the bundled model on a CPU, and toy models.
 
     python benchmarks/audit.py [--out benchmarks/results/audit.json]
 
-Skipped residual   the engine with `lossy.unadjusted` and an early-exit drafter, audited until it is refuted.
-Mixture            2 % of all tokens from the drafter, one far from the target and one near it. 150,000 tokens take more
-                   than an hour to decode here, so they are drawn from (1 − ε)·p + ε·q at positions of real texts, each
-                   position many times: the bets see the same distributions. Only the bet on the drafter's distribution is placed and all
-                   the others count as lost: a lower bound of the evidence.
-Cost               teacher forcing and bets over decoding one prompt at a time, in alternation.
-Toys               tokens a minute of a whole audit, decoding included, and of the audit alone.
+Skipped residual   the engine with `lossy.unadjusted` and an early-exit drafter, audited until bias is found.
+Mixture            2 % of all tokens from the drafter, one far from the target and one near it. Decoding 150,000 tokens
+                   takes more than an hour here, so tokens are drawn from (1 − ε)·p + ε·q at positions of real texts,
+                   many at each position: the bets see the same distributions. Only the bet on the drafter's
+                   distribution is placed, and all others count as lost: a lower bound of the evidence.
+Cost               time of the reference pass and the bets over time of decoding, one prompt at a time, in alternation.
+Toys               tokens per minute of a whole audit, decoding included, and of the audit alone.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import draftproof as dp
 from draftproof.auditor.api import audit
 from draftproof.auditor.bets import Bettor
 from draftproof.auditor.betting import Betting
-from draftproof.auditor.drafter import as_drafter, with_states
+from draftproof.auditor.drafter import as_drafter, resolve_head
 from draftproof.auditor.e_process import STRENGTHS
 from draftproof.auditor.reference import ReferenceModel
 from draftproof.auditor.settings import AuditRequest
@@ -38,15 +38,15 @@ from draftproof.models.toy import Toy
 HERE = Path(__file__).parent
 ALPHA = 1e-6
 LAYERS = 28
-"""Of the model's 30: a drafter that is kept often enough to matter, and rejected often enough to err."""
+"""Layers of the early-exit drafter, of the model's 30: accepted and rejected often enough for a defect to show."""
 NOISE = 1.0
-"""In the logits of a drafter near the target: it keeps two tokens in three."""
+"""Standard deviation of the noise in the logits of a drafter near the target: two drafts in three are accepted."""
 REPEATS = 200
-"""Draws at each position of a text."""
+"""Tokens drawn at each position of a text."""
 WARM = dp.SamplingParams(temperature=0.8, top_p=0.95)
 
 
-def asked_prompts(engine: dp.Engine, of_each_kind: int) -> list[list[int]]:
+def benchmark_prompts(engine: dp.Engine, of_each_kind: int) -> list[list[int]]:
     return [encode(p.prompt, engine.tokenizer) for p in prompts.pick(prompts.read(), limit=of_each_kind)]
 
 
@@ -55,29 +55,31 @@ def show(c: dp.Certificate) -> None:
 
 
 def skipped_residual(plain: dp.Engine) -> dict[str, Any]:
-    """Tokens until a skipped residual is refuted; sampling at temperature 1."""
+    """Count the tokens until a skipped residual is found, at temperature 1."""
     wrong = dp.load(
         plain.hf, f"early-exit:{LAYERS}", rule=dp.lossy.unadjusted, num_draft_tokens=3, tokenizer=plain.tokenizer
     )
     drafter = plain.model.first_layers(LAYERS)
-    how = {"sampling": dp.SamplingParams(), "drafter": drafter, "max_tokens": 4_000, "length": 32, "batch": 4}
-    found = audit(wrong, plain.hf, asked_prompts(plain, 1), **how, watch=show)
+    options = {"sampling": dp.SamplingParams(), "drafter": drafter, "max_tokens": 4_000, "length": 32, "batch": 4}
+    found = audit(wrong, plain.hf, benchmark_prompts(plain, 1), **options, watch=show)
     return {"verdict": found.verdict, "tokens": found.found_at, "found_by": found.found_by}
 
 
 def mixtures(plain: dp.Engine, share: float, most: int) -> dict[str, Any]:
-    """Tokens until a mixture with a drafter is refuted, by draws at positions of texts the model said."""
-    teacher, drafter = ReferenceModel(plain.hf), ReferenceModel(plain.model.first_layers(LAYERS))
-    bettor = Bettor(dp.SamplingParams(), teacher.tolerance(dp.SamplingParams()), drafter, traced=True)
+    """Count the tokens until a mixture with a drafter is found, by draws at positions of texts of the model."""
+    reference, drafter = ReferenceModel(plain.hf), ReferenceModel(plain.model.first_layers(LAYERS))
+    bettor = Bettor(dp.SamplingParams(), reference.tolerance(dp.SamplingParams()), drafter, traced=True)
     numbers = torch.Generator().manual_seed(0)
     ratios: dict[str, list[torch.Tensor]] = {
         f"early-exit:{LAYERS}": [],
         f"the target with noise {NOISE} in its logits": [],
     }
     bets = 0
-    for i, prompt in enumerate(asked_prompts(plain, 2)):
-        said = plain.decode([prompt], dp.SamplingParams(), max_tokens=64, seeds=[i])[0]
-        dists = teacher.dists(Positions.of([Text(tuple(prompt), tuple(said.tokens), said.rounds)]), dp.SamplingParams())
+    for i, prompt in enumerate(benchmark_prompts(plain, 2)):
+        sample = plain.decode([prompt], dp.SamplingParams(), max_tokens=64, seeds=[i])[0]
+        dists = reference.dists(
+            Positions.of([Text(tuple(prompt), tuple(sample.tokens), sample.rounds)]), dp.SamplingParams()
+        )
         drafted = bettor.drafted(dists)
         bets = bets or len(bettor.tickets(dists, drafted))
         near = (dists.log_p + NOISE * torch.randn(dists.log_p.shape, generator=numbers)).log_softmax(-1)
@@ -85,12 +87,17 @@ def mixtures(plain: dp.Engine, share: float, most: int) -> dict[str, Any]:
             mixed = (1 - share) * dists.p + share * dist.exp()
             drawn = mixed.multinomial(REPEATS, replacement=True, generator=numbers)  # [T, REPEATS]
             kept.append((dist.gather(1, drawn) - dists.log_p.gather(1, drawn)).double().exp().flatten())
-    made = {name: _refuted(torch.cat(kept), bets, bettor.tolerance, most, numbers) for name, kept in ratios.items()}
+    made = {
+        name: _tokens_until_found(torch.cat(kept), bets, bettor.tolerance, most, numbers)
+        for name, kept in ratios.items()
+    }
     return {"share": share, "simulated": True, "bets_counted": bets, "tokens": made}
 
 
-def _refuted(ratio: torch.Tensor, bets: int, tolerance: float, most: int, numbers: torch.Generator) -> int | None:
-    """After how many of these draws, in random order, one bet among so many has won."""
+def _tokens_until_found(
+    ratio: torch.Tensor, bets: int, tolerance: float, most: int, numbers: torch.Generator
+) -> int | None:
+    """Count the draws, in random order, until one bet of `bets` has won."""
     ratio = ratio[torch.randperm(len(ratio), generator=numbers)[:most]]
     shares = torch.tensor(STRENGTHS, dtype=torch.float64)
     paths = (torch.log1p(shares * (ratio[:, None] - 1)) - torch.log1p(shares * tolerance)).cumsum(0)
@@ -100,22 +107,22 @@ def _refuted(ratio: torch.Tensor, bets: int, tolerance: float, most: int, number
 
 
 def cost(plain: dp.Engine, name: str, drafter: str, sampling: dp.SamplingParams, texts: int) -> dict[str, float]:
-    """Seconds of the audit over seconds of decoding, text by text."""
+    """Measure the time of the audit over the time of decoding, text by text."""
     engine = dp.load(plain.hf, drafter, tokenizer=plain.tokenizer)
-    teacher = ReferenceModel(plain.hf)
+    reference = ReferenceModel(plain.hf)
     dist = as_drafter(
-        plain.model.first_layers(LAYERS) if drafter.startswith("early") else with_states(drafter, plain.hf)
+        plain.model.first_layers(LAYERS) if drafter.startswith("early") else resolve_head(drafter, plain.hf)
     )
-    asked = AuditRequest(((0,),), sampling, ALPHA, 0.02, 1, 64, 1, 0, "bets")
-    betting = Betting(teacher, Bettor(sampling, teacher.tolerance(sampling), dist), asked, ALPHA)
+    request = AuditRequest(((0,),), sampling, ALPHA, 0.02, 1, 64, 1, 0, "bets")
+    betting = Betting(reference, Bettor(sampling, reference.tolerance(sampling), dist), request, ALPHA)
     ratios, decoding = [], []
-    for i, prompt in enumerate(asked_prompts(plain, 1)[:texts]):
+    for i, prompt in enumerate(benchmark_prompts(plain, 1)[:texts]):
         start = time.perf_counter()
-        said = engine.decode([prompt], sampling, max_tokens=64, seeds=[i])[0]
+        sample = engine.decode([prompt], sampling, max_tokens=64, seeds=[i])[0]
         middle = time.perf_counter()
-        betting.look([Text(tuple(prompt), tuple(said.tokens), said.rounds)])
+        betting.update([Text(tuple(prompt), tuple(sample.tokens), sample.rounds)])
         ratios.append((time.perf_counter() - middle) / (middle - start))
-        decoding.append((middle - start) / len(said.tokens))
+        decoding.append((middle - start) / len(sample.tokens))
     made = {
         "audit_over_decoding": statistics.median(ratios),
         "highest": max(ratios),
@@ -125,8 +132,8 @@ def cost(plain: dp.Engine, name: str, drafter: str, sampling: dp.SamplingParams,
     return made
 
 
-class Tape:
-    """Decodes each batch of seeds once, and from then on repeats it: what is left is the audit's own time."""
+class Replay:
+    """A decoder that decodes each batch of seeds once and then replays it, to time the audit alone."""
 
     def __init__(self, engine: dp.Engine, different: int) -> None:
         self.engine, self.different, self.kept = engine, different, {}
@@ -139,20 +146,20 @@ class Tape:
 
 
 def toys() -> dict[str, float]:
-    """Tokens a minute: a vocabulary of 8, a model drafter, block verification."""
+    """Measure tokens per minute with a vocabulary of 8, a model drafter and block verification."""
     target = Toy.random(8, order=2, seed=1)
-    rng = torch.randn(target.table.shape, generator=torch.Generator().manual_seed(2))
-    draft = Toy(target.table + 0.8 * rng)
+    noise = torch.randn(target.table.shape, generator=torch.Generator().manual_seed(2))
+    draft = Toy(target.table + 0.8 * noise)
     engine = dp.load(target, dp.load(draft, None).model, num_draft_tokens=3, max_batch=4096)
-    how = {"sampling": dp.SamplingParams(), "drafter": draft, "batch": 4096, "length": 16, "bias": 0.005}
+    options = {"sampling": dp.SamplingParams(), "drafter": draft, "batch": 4096, "length": 16, "bias": 0.005}
     speeds = {}
     for name, decoder, most in (
         ("with decoding", engine, 300_000),
-        ("audit alone", Tape(engine, 4096), 1_000_000),
+        ("audit alone", Replay(engine, 4096), 1_000_000),
     ):
-        audit(decoder, target, [[0, 1]], **how, max_tokens=1)  # warm
+        audit(decoder, target, [[0, 1]], **options, max_tokens=1)  # warm up
         start = time.perf_counter()
-        found = audit(decoder, target, [[0, 1]], **how, max_tokens=most)
+        found = audit(decoder, target, [[0, 1]], **options, max_tokens=most)
         speeds[f"tokens a minute, {name}"] = 60 * found.tokens / (time.perf_counter() - start)
         print(f"  {name}: {speeds[f'tokens a minute, {name}']:,.0f} tokens a minute", flush=True)
     return speeds

@@ -1,9 +1,9 @@
-"""Everything that is claimed of the kernels on a GPU, measured and written down; no pytest needed.
+"""Check everything that is claimed of the kernels on a GPU, and write down what was measured. Needs no pytest.
 
     PYTHONPATH=src python benchmarks/check_gpu.py --out benchmarks/results/check_gpu.json
 
-Takes two to four minutes: compiling is done first, by several processes side by side. Results are written as they come;
---only "many rows" measures one claim anew and leaves the others as --out has them.
+Takes two to four minutes: kernels are compiled first, by several processes side by side. Results are written as they
+come; --only "many rows" measures one claim anew and leaves the others as --out has them.
 """
 
 import argparse
@@ -29,7 +29,7 @@ WRONG = dp.SamplingParams(temperature=1.1)
 
 
 def judged(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a claim measured and whether it held."""
+    """Run a claim; return what it measured and whether it held."""
     start = time.time()
     with counted() as missed:
         try:
@@ -40,12 +40,14 @@ def judged(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
+    """Compile all kernels by several processes."""
     side_by_side(__file__, PROCESSES)
     return {"processes": PROCESSES}
 
 
 def dists(samples: int) -> dict[str, Callable[[], dict[str, Any]]]:
-    """A test of the distribution for every rule and setting, and one of a wrong distribution, which must fail."""
+    """Return a test of the distribution for every rule and setting, and one of a wrong distribution,
+    which must fail."""
 
     def one(rule: str, sampling: dp.SamplingParams, drawn: bool) -> dict[str, Any]:
         result = distribution_claims.dist(rule, sampling, drawn, samples)

@@ -1,4 +1,4 @@
-"""What the GPU benchmark measures: sizes, settings, the bars to meet and what the peers took."""
+"""Define what the GPU benchmark measures: sizes, settings, the times to meet, and the peers' times."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import draftproof as dp
 
 K, V = 4, 128256
 BATCHES = (1, 8, 64, 256)
-COLD = 1.2e9  # bytes of input that a graph goes through at least: twenty times the L2
+COLD = 1.2e9  # bytes of input that a graph reads at least: twenty times the L2 cache
 WARM = dp.SamplingParams(temperature=0.8)
 SETTINGS: dict[str, dp.SamplingParams] = {
     "temperature": WARM,
@@ -63,7 +63,7 @@ PEERS: dict[tuple[str, str, str], dict[str, tuple[float | None, ...]]] = {  # KE
 
 @dataclass(frozen=True)
 class Case:
-    """What one line of the table is about."""
+    """One line of the table."""
 
     dtype: str
     setting: str

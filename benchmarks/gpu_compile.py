@@ -1,4 +1,4 @@
-"""Compile first, by several processes side by side: one after the other, compiling takes longer than measuring."""
+"""Compile kernels by several processes side by side: one after the other takes longer than measuring."""
 
 import os
 import subprocess
@@ -17,8 +17,7 @@ PROCESSES = min(14, os.cpu_count() or 1)
 
 
 def side_by_side(program: str, processes: int, *more: str) -> None:
-    """Run `program --compile n processes` and `more` for each n; what they compile stays in the compiler's cache on
-    disk."""
+    """Run `program --compile n processes` and `more` for each n; the kernels stay in Triton's cache on disk."""
     start, environment = time.time(), os.environ | {"OMP_NUM_THREADS": "1"}
     parts = [
         subprocess.Popen([sys.executable, program, "--compile", str(n), str(processes), *more], env=environment)
@@ -31,7 +30,7 @@ def side_by_side(program: str, processes: int, *more: str) -> None:
 
 
 def compile_part(plans: Iterable[list[Step]], part: int, parts: int) -> None:
-    """Compile every so-many-th of the different kernels in these launches. Nothing is launched."""
+    """Compile every `parts`-th of the different kernels in these launches, without launching them."""
     different = {_name(step, n > 0): (step, n > 0) for steps in plans for n, step in enumerate(steps)}
     for name in sorted(different, key=_slowest_first)[part::parts]:
         step, overlap = different[name]
@@ -47,7 +46,7 @@ def _slowest_first(name: str) -> tuple[int, str]:
 
 
 def _name(step: Step, overlap: bool) -> str:
-    """The same for launches of the same compiled kernel, as far as what is measured differs at all."""
+    """Return a name that is equal for launches of the same compiled kernel, among those that are measured."""
     batch, *others = step.arguments
     kinds = [x.dtype for x in batch if isinstance(x, torch.Tensor)]
     known = [getattr(value, "value", value) for value in (*batch.traits, *others)]
@@ -58,7 +57,7 @@ def _name(step: Step, overlap: bool) -> str:
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """The kernels that are compiled inside, in this process: those that compiling first has missed."""
+    """List the kernels that are compiled inside, in this process: those that compiling first has missed."""
     names: list[str] = []
     before = triton.knobs.compilation.listener
     triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else names.append(src.name)
@@ -70,7 +69,7 @@ def counted() -> Iterator[list[str]]:
 
 @contextmanager
 def collected() -> Iterator[list[list[Step]]]:
-    """What would be launched inside, as plans, instead of launching it."""
+    """Collect what would be launched inside, as plans, instead of launching it."""
     plans: list[list[Step]] = []
 
     def keep(step: Step, *, overlap: bool) -> None:

@@ -1,7 +1,7 @@
-"""The rows the GPU benchmark runs on: a Zipf-like head over a Gaussian bulk; the drafter is the target with noise.
+"""Make the rows of the GPU benchmark: a Zipf-like head over a Gaussian bulk; drafter = target + Gaussian noise.
 
-Row by row the head stands higher or lower, so that a batch holds sharp rows and flat ones: at V = 128256 and
-temperature 0.8 the nucleus of 0.95 has a few dozen tokens in most rows and thousands in one of two hundred.
+The height of the head varies by row, so that a batch holds sharp rows and flat ones: at V = 128256 and temperature 0.8
+the nucleus of 0.95 has a few dozen tokens in most rows and thousands in one of two hundred.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ DRAFT_NOISE = 0.8
 
 @dataclass(frozen=True)
 class Inputs:
+    """One batch of requests, as tensors."""
+
     target: Tensor
     draft: Tensor
     tokens: Tensor
@@ -26,7 +28,7 @@ class Inputs:
 
 
 def rows(N: int, V: int, generator: torch.Generator, *, flat: bool = False) -> Tensor:
-    """N rows of logits, float32."""
+    """Make N rows of logits, float32."""
     device = generator.device
     logits = torch.randn(N, V, generator=generator, device=device)
     if flat:
@@ -50,10 +52,11 @@ def inputs(
     seed: int = 0,
     flat: bool = False,
 ) -> Inputs:
+    """Make a batch of requests."""
     generator = torch.Generator(device).manual_seed(seed)
     target = rows(B * (K + 1), V, generator, flat=flat).view(B, K + 1, V)
-    rng = torch.randn(B, K, V, generator=generator, device=device)
-    draft = (target[:, :K] + DRAFT_NOISE * rng).to(dtype)
+    difference = torch.randn(B, K, V, generator=generator, device=device)
+    draft = (target[:, :K] + DRAFT_NOISE * difference).to(dtype)
     numbers = torch.randint(2**40, (2, B), generator=generator, device=device)
     lengths = torch.full((B,), K, device=device)
     tokens = drawn(draft, draft_sampling, seed)
@@ -61,7 +64,7 @@ def inputs(
 
 
 def drawn(draft: Tensor, sampling: dp.SamplingParams, seed: int = 0) -> Tensor:
-    """A token from each row of draft logits [B, K, V]."""
+    """Draw a token from each row of draft logits [B, K, V]."""
     B, K, _ = draft.shape
     generator = torch.Generator(draft.device).manual_seed(seed + 1)
     tokens = torch.empty((B, K), dtype=torch.long, device=draft.device)

@@ -1,4 +1,4 @@
-"""What `verify_gpu.py` has measured, as a table and as a picture."""
+"""Print what `verify_gpu.py` has measured as a table, or plot it."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ Lines = list[dict[str, Any]]
 
 
 def table(lines: Lines) -> str:
-    """A line for each case: our times, then the bars they were to meet."""
+    """Return a line for each case: our times, then the bars they were to meet."""
     rows: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     for line in lines:
         key = tuple(line[name] for name in ("dtype", "setting", "rule", "draft", "rows"))
@@ -30,7 +30,8 @@ STAGES = ("scan", "settle", "sift", "settle_deep")
 
 
 def stages(lines: Lines) -> str:
-    """Markdown: where the time of each call goes, beside the bytes of the logits it needs and the time to read them."""
+    """Return a Markdown table of where the time of each call goes, beside the bytes it needs and the
+    time to read them."""
     text = ["| logits, sampling, rule | B | µs | bar | MB | read once | scan | settle | sift | deep | verdict |"]
     text.append("|---|---|---|---|---|---|---|---|---|---|---|")
     for line in lines:
@@ -47,14 +48,14 @@ def stages(lines: Lines) -> str:
 
 
 COPIED_A_MICROSECOND = 4.17
-"""Megabytes (KERNELS.md)."""
+"""Megabytes per microsecond: the copy bandwidth of an H200 (KERNELS.md)."""
 
 PEERS = {"FlashInfer": "C0", "SGLang": "C1", "torch": "C2", "vLLM v1": "C3", "vLLM v2": "C4", "vLLM v2 block": "C5"}
-"""A colour for each, the same in all panels."""
+"""Colours of the peers, the same in all panels."""
 
 
 def plot(lines: Lines, path: Path) -> None:
-    """Time against batch size, with the memory's own time and the peers'."""
+    """Plot time against batch size, with the time to read every logit once and the peers' times."""
     import matplotlib
 
     matplotlib.use("Agg")

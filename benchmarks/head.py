@@ -1,13 +1,13 @@
-"""The head in the engine: tokens for each pass of the target, and its speed against plain decoding and transformers.
+"""Measure a head in the engine: tokens per target pass, and speed against plain decoding and transformers.
 
     python benchmarks/head.py [--head FOLDER] [--quick] [--out benchmarks/results/head.json]
-    python benchmarks/head.py --only-passes --device cuda --target FOLDER --head FOLDER    # counts; many rows at once
+    python benchmarks/head.py --only-passes --device cuda --target FOLDER --head FOLDER    # counts, many rows
 
-Prompts of eight kinds that no training has seen (src/draftproof/train/held_out.jsonl). The counts are over all of them,
-or on a CPU over as many as --seconds-a-cell allows, kinds taking turns. The times are over one or two prompts of each
-kind, contenders taking turns on every prompt, medians of the ratio to plain decoding: drafts as long as `auto` says,
-and what the kind of machine, its load and other processes do to one contender they do to its neighbour. On 2 idle cores
-one run takes about 12 minutes; --quick takes 3 and says less.
+Prompts are of eight kinds, and no training has used them (src/draftproof/train/held_out.jsonl). The counts are over
+all of them, or on a CPU over as many as --seconds-a-cell allows, kinds in alternation. The times are over one or two
+prompts of each kind, with draft lengths chosen by `auto`, as medians of the ratio to plain decoding. The decoders
+alternate on every prompt, so that machine load affects all of them alike. On 2 idle cores a run takes about 12 minutes;
+--quick takes 3 and is less precise.
 """
 
 import argparse
@@ -25,43 +25,44 @@ import transformers
 
 import draftproof as dp
 from draftproof.models.tokenizer import encode
-from draftproof.train.evaluate import OVERALL, SAMPLINGS, Prompt, held_out, tallies
+from draftproof.train.evaluate import OVERALL, SAMPLINGS, Prompt, count_passes, held_out_prompts
 
 HERE = Path(__file__).parent
-DRAFTED = 4
+DRAFT_TOKENS = 4
 TREE_NODES = 7
-CLOCKED = {"T=0": {"temperature": 0.0}, "T=1": {"temperature": 1.0}}
+TIMED_SAMPLINGS = {"T=0": {"temperature": 0.0}, "T=1": {"temperature": 1.0}}
 
 
 def cells() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name of the rule, of the sampling, and what `load` takes."""
+    """Yield the cells to count: the rule's name, the sampling's name, and the options of `load`."""
     for rule in ("token", "block"):
         for sampling in SAMPLINGS:
-            yield rule, sampling, {"rule": rule, "num_draft_tokens": DRAFTED}
+            yield rule, sampling, {"rule": rule, "num_draft_tokens": DRAFT_TOKENS}
     yield f"tree of {TREE_NODES}", "T=0", {"rule": "tree", "num_draft_tokens": TREE_NODES}
 
 
-def passes(target: Any, words: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens for each pass of the target, by rule, sampling and kind."""
+def passes(target: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Count tokens per target pass, by rule, sampling and kind."""
     table: dict[str, Any] = {}
     rows = options.rows or (64 if target.device.type == "cuda" else 8)
-    for rule, sampling, how in cells():
-        engine = dp.load(target, options.drafter, tokenizer=words, max_batch=rows, **how)
-        found = tallies(
-            engine, held_out(), SAMPLINGS[sampling], max_tokens=options.max_tokens, seed=options.seed,
+    for rule, sampling, load_options in cells():
+        engine = dp.load(target, options.drafter, tokenizer=tokenizer, max_batch=rows, **load_options)
+        counts = count_passes(
+            engine, held_out_prompts(), SAMPLINGS[sampling], max_tokens=options.max_tokens, seed=options.seed,
             seconds=options.seconds_a_cell,
         )  # fmt: skip
-        table.setdefault(rule, {})[sampling] = {kind: round(tally.per_pass, 3) for kind, tally in found.items()}
-        whole = found[OVERALL]
+        table.setdefault(rule, {})[sampling] = {kind: round(count.per_pass, 3) for kind, count in counts.items()}
+        overall = counts[OVERALL]
         print(
-            f"{rule:<10} {sampling:<16} {whole.per_pass:.3f}  ({whole.texts} texts, {whole.tokens} tokens)", flush=True
+            f"{rule:<10} {sampling:<16} {overall.per_pass:.3f}  ({overall.texts} texts, {overall.tokens} tokens)",
+            flush=True,
         )
     return table
 
 
 @dataclass
 class Times:
-    """Of one contender: seconds a token for each prompt, and where the time went."""
+    """One decoder's seconds per token for each prompt, and its draft statistics."""
 
     each_token: list[float] = field(default_factory=list)
     drafted: int = 0
@@ -70,7 +71,11 @@ class Times:
     rounds: int = 0
 
 
-def ours(engine: dp.Engine, sampling: dict[str, float], max_tokens: int, times: Times) -> Callable[[list[int]], int]:
+def engine_call(
+    engine: dp.Engine, sampling: dict[str, float], max_tokens: int, times: Times
+) -> Callable[[list[int]], int]:
+    """Return a function that generates with the engine and returns the number of tokens."""
+
     def call(tokens: list[int]) -> int:
         stats = engine.generate(tokens, seed=1, max_tokens=max_tokens, **sampling).stats
         times.drafted += stats.drafted
@@ -82,49 +87,49 @@ def ours(engine: dp.Engine, sampling: dict[str, float], max_tokens: int, times: 
     return call
 
 
-def theirs(model: Any, sampling: dict[str, float], max_tokens: int) -> Callable[[list[int]], int]:
-    """transformers' own generate."""
-    how = {"do_sample": False} if sampling["temperature"] == 0 else {"do_sample": True, **sampling, "top_k": 0}
+def transformers_call(model: Any, sampling: dict[str, float], max_tokens: int) -> Callable[[list[int]], int]:
+    """Return a function that generates with transformers and returns the number of tokens."""
+    options = {"do_sample": False} if sampling["temperature"] == 0 else {"do_sample": True, **sampling, "top_k": 0}
 
     def call(tokens: list[int]) -> int:
         ids = torch.tensor([tokens], device=model.device)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **how)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **options)
         return out.shape[1] - len(tokens)
 
     return call
 
 
-def clock(target: Any, words: Any, unpacked: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Contenders taking turns on every prompt, in an order that turns too."""
-    prompts = held_out()[: 8 * options.prompts_of_a_kind]
+def time_decoders(target: Any, tokenizer: Any, unpacked: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Time the decoders in alternation on every prompt, in rotating order."""
+    prompts = held_out_prompts()[: 8 * options.prompts_of_a_kind]
     table = {}
-    for name, sampling in CLOCKED.items():
+    for name, sampling in TIMED_SAMPLINGS.items():
         drafters = {"plain": None, "head": options.drafter, "suffix+head": f"suffix+{options.drafter}"}
-        engines = {contender: dp.load(target, drafter, tokenizer=words) for contender, drafter in drafters.items()}
-        times = {contender: Times() for contender in (*engines, "transformers")}
+        engines = {decoder: dp.load(target, drafter, tokenizer=tokenizer) for decoder, drafter in drafters.items()}
+        times = {decoder: Times() for decoder in (*engines, "transformers")}
         calls = {
-            contender: ours(engine, sampling, options.clocked_tokens, times[contender])
-            for contender, engine in engines.items()
+            decoder: engine_call(engine, sampling, options.clocked_tokens, times[decoder])
+            for decoder, engine in engines.items()
         }
-        calls["transformers"] = theirs(unpacked, sampling, options.clocked_tokens)
+        calls["transformers"] = transformers_call(unpacked, sampling, options.clocked_tokens)
         for call in calls.values():
-            call(encode("Hello!", words))  # the first text of a process pays for all
-        _take_turns(prompts, words, calls, times)
-        table[name] = {contender: summary(times[contender], times["plain"]) for contender in calls}
+            call(encode("Hello!", tokenizer))  # the first text of a process includes one-time costs
+        _alternate(prompts, tokenizer, calls, times)
+        table[name] = {decoder: summary(times[decoder], times["plain"]) for decoder in calls}
         print(name, json.dumps(table[name]), flush=True)
     return table
 
 
-def _take_turns(
-    prompts: list[Prompt], words: Any, calls: dict[str, Callable[[list[int]], int]], times: dict[str, Times]
+def _alternate(
+    prompts: list[Prompt], tokenizer: Any, calls: dict[str, Callable[[list[int]], int]], times: dict[str, Times]
 ) -> None:
     order = list(calls)
     for n, prompt in enumerate(prompts):
-        tokens = encode(prompt.text, words)
-        for contender in order[n % len(order) :] + order[: n % len(order)]:
+        tokens = encode(prompt.text, tokenizer)
+        for decoder in order[n % len(order) :] + order[: n % len(order)]:
             start = time.perf_counter()
-            said = calls[contender](tokens)
-            times[contender].each_token.append((time.perf_counter() - start) / said)
+            count = calls[decoder](tokens)
+            times[decoder].each_token.append((time.perf_counter() - start) / count)
 
 
 def summary(times: Times, plain: Times) -> dict[str, float]:
@@ -161,14 +166,14 @@ def main() -> None:
     options.drafter = f"head:{options.head}" if options.head else "head"
     if options.seconds_a_cell is None:
         options.seconds_a_cell = float("inf") if options.device.startswith("cuda") else 45.0
-    result = measured(options)
+    result = measure(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measured(options: argparse.Namespace) -> dict[str, Any]:
-    how = {"device": options.device, "dtype": torch.float32}
-    loaded = dp.load(options.target, None, **how)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    common = {"device": options.device, "dtype": torch.float32}
+    loaded = dp.load(options.target, None, **common)
     result = {
         "command": "python benchmarks/head.py" + (" --only-passes" if options.only_passes else ""),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -180,9 +185,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_pass": passes(loaded.hf, loaded.tokenizer, options),
     }
     if not options.only_passes:
-        unpacked = dp.load(options.target, None, **how, pack=False).hf
+        unpacked = dp.load(options.target, None, **common, pack=False).hf
         result["prompts_of_a_kind"], result["clocked_tokens"] = options.prompts_of_a_kind, options.clocked_tokens
-        result["clock"] = clock(loaded.hf, loaded.tokenizer, unpacked, options)
+        result["clock"] = time_decoders(loaded.hf, loaded.tokenizer, unpacked, options)
     return result
 
 

@@ -1,4 +1,4 @@
-"""How often a drafter's race has the target's winner: one flat race over V against two heats (chunks, then tokens).
+"""Measure how often a drafter's race has the target's winner: one flat race over V, or two heats (chunks, then tokens).
 
     python benchmarks/race_match.py
 
@@ -13,7 +13,7 @@ from draftproof.core.rng import Philox
 
 
 def flat_matches(p: torch.Tensor, q: torch.Tensor, races: int, generator: torch.Generator) -> int:
-    """One clock for each token, the same for both."""
+    """Count the races with equal winners, with one exponential clock for each token shared by both."""
     same = 0
     for _ in range(0, races, 50):
         clocks = torch.empty(50, len(p), dtype=torch.float64).exponential_(generator=generator)

@@ -1,11 +1,11 @@
-"""Drafters and pace without the model: what they would have saved on greedy texts that were recorded once.
+"""Estimate the speedup of drafters and draft-length policies without a model, by replaying recorded greedy texts.
 
     python benchmarks/tune_drafters.py [--texts texts.json] [--prompts mine.jsonl] [--max-tokens 96] [--busy 0.2]
 
-A greedy text does not depend on the drafter. So it is recorded once, with plain decoding, and drafters are replayed
-over it in seconds: which guesses stand is known, what passes cost is assumed (PASSES). The figures are modelled, but
-they are the same on every machine and however busy it is; `benchmarks/engine_cpu.py` measures. `--busy` disturbs the
-clock that the pace sees, by that much in either direction.
+A greedy text does not depend on the drafter. So texts are recorded once, with plain decoding, and drafters are replayed
+over them in seconds: which draft tokens are accepted is known, and the cost of a pass is assumed (PASSES). The figures
+are modelled, but they are the same on every machine under any load; `benchmarks/engine_cpu.py` measures. `--busy` adds
+log-normal jitter of this size to the times that the draft-length policy sees.
 """
 
 import argparse
@@ -31,14 +31,15 @@ from draftproof.engine.draft_length import AutoLength, DraftLengthPolicy, FixedL
 from draftproof.engine.request import Request, Session
 
 PASSES = {1: 1.0, 2: 1.02, 3: 1.03, 5: 1.06, 8: 1.13, 13: 1.32, 17: 1.45}
-"""What a pass over n tokens costs in passes over one: packed weights, two cores."""
+"""Cost of a pass over n tokens, in passes over one token: packed weights, two cores."""
 
 ROUND, DRAFT = 0.03, 0.004
-"""What a round costs outside the model, and drafting in it."""
+"""Cost of a round outside the model, and of drafting, in passes over one token."""
 
 PASS_SECONDS = 0.045
+"""Seconds of a pass over one token."""
 
-CONTENDERS: dict[str, tuple[Callable[[], Drafter], Callable[[], DraftLengthPolicy]]] = {
+CANDIDATES: dict[str, tuple[Callable[[], Drafter], Callable[[], DraftLengthPolicy]]] = {
     "ngram": (NGram, AutoLength),
     "suffix": (Suffix, AutoLength),
     "prompt-lookup": (PromptLookup, AutoLength),
@@ -50,20 +51,22 @@ CONTENDERS: dict[str, tuple[Callable[[], Drafter], Callable[[], DraftLengthPolic
 
 @dataclass(frozen=True, slots=True)
 class Text:
+    """A recorded greedy text."""
+
     kind: str
     prompt: list[int]
     output: list[int]
 
 
 def recorded(file: Path, prompts: Path | None, max_tokens: int) -> list[Text]:
-    """The texts of the file, which is made if there is none."""
+    """Read the texts of the file; record them first if it does not exist."""
     if not file.exists():
         engine = dp.load(drafter=None)
-        words = engine.tokenizer
+        tokenizer = engine.tokenizer
         texts = []
         for prompt in read(prompts):
             turn = [{"role": "user", "content": prompt.prompt}]
-            tokens = words.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+            tokens = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
             output = engine.generate(list(tokens), temperature=0, max_tokens=max_tokens)
             texts.append({"kind": prompt.kind, "prompt": tokens, "output": output.tokens})
             print(f"recorded {prompt.id}", flush=True)
@@ -72,6 +75,7 @@ def recorded(file: Path, prompts: Path | None, max_tokens: int) -> list[Text]:
 
 
 def pass_cost(width: int) -> float:
+    """Interpolate the cost of a pass over this many tokens."""
     below = max(n for n in PASSES if n <= width)
     above = min((n for n in PASSES if n >= width), default=below)
     share = (width - below) / (above - below) if above > below else 0.0
@@ -79,39 +83,41 @@ def pass_cost(width: int) -> float:
 
 
 def replay(
-    text: Text, drafter: Drafter, pace: DraftLengthPolicy, max_tokens: int, busy: float, clock: random.Random
+    text: Text, drafter: Drafter, policy: DraftLengthPolicy, max_tokens: int, busy: float, clock: random.Random
 ) -> float:
-    """How many times faster than plain decoding, the prompt not counted."""
+    """Return the modelled speedup over plain decoding, without the time for the prompt."""
     output = text.output[:max_tokens]
     session = Session.start(Request(tuple(text.prompt), SamplingParams(temperature=0.0, seed=0), len(output)))
     cost = 0.0
     while session.room:
-        [asked] = pace.lengths([session])
+        [wanted] = policy.lengths([session])
         rng = Philox(torch.tensor([0]), torch.tensor([len(session.tokens)]))
-        draft = drafter.propose([session], [max(0, min(asked, session.room - 1))], rng)
-        guess, rest = draft.tokens[0].tolist(), output[len(output) - session.room :]
-        stood = next((i for i, (g, r) in enumerate(zip(guess, rest, strict=False)) if g != r), len(guess))
-        width = len(guess) + 1
-        cost += pass_cost(width) + ROUND + (DRAFT if asked else 0.0)
+        draft = drafter.propose([session], [max(0, min(wanted, session.room - 1))], rng)
+        drafted, rest = draft.tokens[0].tolist(), output[len(output) - session.room :]
+        accepted = next((i for i, (d, r) in enumerate(zip(drafted, rest, strict=False)) if d != r), len(drafted))
+        width = len(drafted) + 1
+        cost += pass_cost(width) + ROUND + (DRAFT if wanted else 0.0)
         seconds = PASS_SECONDS * (pass_cost(width) + ROUND) * clock.lognormvariate(0, busy)
-        pace.timed({"score": seconds, "draft": PASS_SECONDS * DRAFT}, width, len(guess))
-        pace.observe(session, len(guess), stood)
-        session.tokens += rest[: stood + 1]
+        policy.timed({"score": seconds, "draft": PASS_SECONDS * DRAFT}, width, len(drafted))
+        policy.observe(session, len(drafted), accepted)
+        session.tokens += rest[: accepted + 1]
     return len(output) * (1 + ROUND) / cost
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--texts", type=Path, default=Path("texts.json"), help="recorded there, or read from there")
-    parser.add_argument("--prompts", type=Path, help="prompts to record instead of our own")
+    parser.add_argument(
+        "--texts", type=Path, default=Path("texts.json"), help="read from this file, or recorded into it"
+    )
+    parser.add_argument("--prompts", type=Path, help="prompts to record instead of the package's")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--busy", type=float, default=0.0)
     options = parser.parse_args()
     texts = recorded(options.texts, options.prompts, options.max_tokens)
-    for name, (drafter, pace) in CONTENDERS.items():
+    for name, (drafter, policy) in CANDIDATES.items():
         clock, kinds = random.Random(0), defaultdict(list)
         for text in texts:
-            kinds[text.kind].append(replay(text, drafter(), pace(), options.max_tokens, options.busy, clock))
+            kinds[text.kind].append(replay(text, drafter(), policy(), options.max_tokens, options.busy, clock))
         print(name)
         for kind, speeds in kinds.items():
             print(f"  {kind:<20} {statistics.median(speeds):5.2f}x plain  ({min(speeds):.2f} to {max(speeds):.2f})")

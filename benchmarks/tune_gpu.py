@@ -1,4 +1,4 @@
-"""Ways to launch the kernels, side by side: threads, registers, pieces. What `launch.plan` uses was chosen by this.
+"""Time variants of kernel launches side by side: threads, registers, pieces. `launch.plan` uses the best of these.
 
     PYTHONPATH=src python benchmarks/tune_gpu.py --out $OUT/tune_gpu.json --seconds 30
 
@@ -31,7 +31,7 @@ FILTERS = "top-k 50, top-p 0.9"
 
 
 class Variant(NamedTuple):
-    """A launch of another shape. `sizes`: the kernel's own constants."""
+    """A launch in another shape. `sizes`: the kernel's own constants."""
 
     kernel: str
     sizes: tuple[int, ...]
@@ -70,7 +70,7 @@ BLOCKS = [Variant("block_sums", (), warps, registers) for warps, registers in ((
 
 
 class Group(NamedTuple):
-    """What is measured on one kind of call."""
+    """Variants measured on one kind of call."""
 
     dtype: str
     setting: str
@@ -92,7 +92,7 @@ GROUPS = [
 
 
 def changed(step: Step, variant: Variant) -> Step:
-    """The launch in the variant's shape."""
+    """Return the launch in the variant's shape."""
     if step.kernel.__name__ != variant.kernel:
         return step
     batch, *others = step.arguments
@@ -105,7 +105,7 @@ def changed(step: Step, variant: Variant) -> Step:
 
 
 def steps_of(group: Group, given: Inputs, workspace: Workspace, variant: Variant | None) -> list[Step]:
-    """The launches of a call up to the variant's."""
+    """Return the launches of a call up to the variant's."""
     B = len(given.tokens)
     sampling = SETTINGS[group.setting]
     draft = sampling if sampling.temperature > 0 else SETTINGS["temperature"]
@@ -113,7 +113,7 @@ def steps_of(group: Group, given: Inputs, workspace: Workspace, variant: Variant
     steps = plan(call, workspace, overlap=True)
     if variant is None:
         return steps
-    # what `settle` leaves to those behind it belongs to its time
+    # what `settle` leaves to the kernels after it belongs to its time
     search = ("settle", "sift", "settle_deep")
     upto = search if variant.kernel in search else (variant.kernel,)
     last = max(n for n, step in enumerate(steps) if step.kernel.__name__ in upto)
@@ -121,7 +121,7 @@ def steps_of(group: Group, given: Inputs, workspace: Workspace, variant: Variant
 
 
 def all_plans(groups: list[Group]) -> Iterator[list[Step]]:
-    """The launches of every variant, for batches that are launched in different ways, to be compiled."""
+    """Yield the launches of every variant and batch size, to be compiled."""
     one = torch.ones(1, dtype=torch.long, device="cuda")
     for group in groups:
         x = torch.zeros(1, K + 1, V, dtype=getattr(torch, group.dtype), device="cuda")
@@ -134,6 +134,7 @@ def all_plans(groups: list[Group]) -> Iterator[list[Step]]:
 
 
 def measured(groups: list[Group], seconds: float) -> Iterator[dict[str, Any]]:
+    """Yield the times of all variants, as far as time allows."""
     start = time.time()
     for dtype, flat in dict.fromkeys((group.dtype, group.flat) for group in groups):
         given = pool(dtype, flat)
@@ -142,7 +143,7 @@ def measured(groups: list[Group], seconds: float) -> Iterator[dict[str, Any]]:
             each = cold_sets(given, B)
             workspace = Workspace.empty(B, K, V, "cuda")
             for group in (g for g in groups if (g.dtype, g.flat) == (dtype, flat) and B in g.batches):
-                timed([steps_of(group, one, workspace, None) for one in each])  # the first of all is slower
+                timed([steps_of(group, one, workspace, None) for one in each])  # warm-up
                 for variant in (None, *group.variants):
                     if time.time() - start > seconds:
                         return
@@ -153,18 +154,20 @@ def measured(groups: list[Group], seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def timed(plans: list[list[Step]]) -> dict[str, Any]:
+    """Return the time of a call, or the error of a variant that does not fit the device."""
+
     def all_sets() -> None:
         for steps in plans:
             run_all(steps, steps[0].arguments[0].target.device)
 
     try:
         return {"time": round(median_of_replays(all_sets, len(plans), 20), 1)}
-    except Exception as error:  # a variant that does not fit the device says so, and the others go on
+    except Exception as error:  # reported for this variant; the others go on
         return {"error": repr(error)[:200]}
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """One line a variant, a column a batch size."""
+    """Return a table: one line per variant, a column per batch size."""
     rows: dict[tuple[str, ...], dict[int, Any]] = {}
     for line in lines:
         key = (line["dtype"], line["setting"], line["rule"], "flat" if line["flat"] else "zipf", line["variant"])

@@ -1,12 +1,12 @@
-"""Time of one verification on a GPU, from raw logits to the verdict, beside the peers' and the memory's own.
+"""Measure the time of one verification on a GPU, from raw logits to the verdict, beside the peers' times.
 
     PYTHONPATH=src python benchmarks/verify_gpu.py --out benchmarks/results/verify_gpu.json
     PYTHONPATH=src python benchmarks/verify_gpu.py --plot docs/verify_gpu.png      # from that file; needs no GPU
     PYTHONPATH=src python benchmarks/verify_gpu.py --markdown                      # the same as a table, with stages
 
 A CUDA graph holds one call for each of several input sets, together several times the L2 cache, so that every call
-finds it cold; the time is that of a replay divided by the number of calls, median of many replays. Eager time besides.
-The peers' times are those of KERNELS.md, measured on the same kind of machine with the same settings.
+finds it cold; the time is that of a replay divided by the number of calls, median of many replays. Eager time is
+measured too. The peers' times are those of KERNELS.md, measured on the same kind of machine with the same settings.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from gpu_report import plot, stages, table
 
 
 def sampling_of(case: Case, B: int) -> tuple[list[dp.SamplingParams], list[dp.SamplingParams]]:
-    """Of each request and its draft."""
+    """Return the sampling of each request and of its draft."""
     if case.setting == "every row different":
         return [MIXED[b % len(MIXED)] for b in range(B)], [WARM] * B
     sampling = SETTINGS[case.setting]
@@ -46,7 +46,7 @@ def sampling_of(case: Case, B: int) -> tuple[list[dp.SamplingParams], list[dp.Sa
 
 
 def sets(given: Inputs, B: int) -> list[Inputs]:
-    """The same inputs in sets of B requests."""
+    """Split inputs into sets of B requests."""
     n = len(given.tokens)
     return [
         Inputs(**{name: getattr(given, name)[b : b + B] for name in Inputs.__dataclass_fields__})
@@ -55,11 +55,12 @@ def sets(given: Inputs, B: int) -> list[Inputs]:
 
 
 def prepared(given: Inputs, samplings: list[dp.SamplingParams], drafts: list[dp.SamplingParams]) -> Parameters:
+    """Return the kernels' parameters for a set."""
     return Parameters.of(samplings, drafts, seeds=given.seeds, positions=given.positions, lengths=given.lengths)
 
 
 def median_of_replays(run: Callable[[], None], calls: int, replays: int = 30) -> float:
-    """Microseconds a call, from a graph that holds several."""
+    """Return microseconds per call, from a graph that holds several."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -80,11 +81,12 @@ def median_of_replays(run: Callable[[], None], calls: int, replays: int = 30) ->
 @triton.jit
 @no_type_check
 def nothing(x):
+    """Do nothing: the launch itself is timed."""
     pass
 
 
 def launch_alone(repeats: int = 200) -> float:
-    """What a launch that does nothing takes in a graph."""
+    """Return the time in a graph of a launch that does nothing."""
     x = torch.zeros(1, device="cuda")
 
     def run() -> None:
@@ -95,7 +97,7 @@ def launch_alone(repeats: int = 200) -> float:
 
 
 def eager_median(run: Callable[[], Any], repeats: int = 40) -> float:
-    """Time of a call from Python until the device has done it, in microseconds."""
+    """Return the time of a call from Python until the device has finished, in microseconds."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -107,6 +109,7 @@ def eager_median(run: Callable[[], Any], repeats: int = 40) -> float:
 
 
 def measure(case: Case, each: list[Inputs], *, eager: bool, stages: bool) -> dict[str, Any]:
+    """Measure one case on sets of inputs."""
     B = len(each[0].tokens)
     samplings, drafts = sampling_of(case, B)
     parameters = [prepared(given, samplings, drafts) for given in each]
@@ -145,24 +148,24 @@ def measure(case: Case, each: list[Inputs], *, eager: bool, stages: bool) -> dic
 
 
 def floor(case: Case, B: int) -> float:
-    """Microseconds to read every logit that is needed once, at the copy bandwidth of KERNELS.md."""
+    """Return microseconds to read every needed logit once, at the copy bandwidth of KERNELS.md."""
     draft = 0 if case.draft == "chosen" or case.setting == "greedy" or case.rule == "coupled" else K
     return B * (K + 1 + draft) * V * (4 if case.dtype == "float32" else 2) / 4.17e6
 
 
 def pool(dtype: str, flat: bool) -> Inputs:
-    """Requests enough for two sets of the largest batch; smaller ones are parts of it."""
+    """Make requests enough for two sets of the largest batch; smaller sets are parts of it."""
     return inputs(2 * BATCHES[-1], K, V, WARM, dtype=getattr(torch, dtype), flat=flat)
 
 
 def cold_sets(given: Inputs, B: int) -> list[Inputs]:
-    """Sets of B requests that together are several times the cache, two at least."""
+    """Return sets of B requests that together are several times the cache, at least two."""
     count = max(2, round(COLD / (B * (2 * K + 1) * V * given.target.itemsize) + 0.5))
     return sets(given, B)[:count]
 
 
 def line_of(case: Case, B: int, each: list[Inputs], *, stages: bool) -> dict[str, Any]:
-    """What is known of one case and batch size."""
+    """Measure one case and batch size; return its line of the report."""
     at = BATCHES.index(B)
     barred = case.rule == "token" and case.rows == "zipf" and case.draft == "drawn, same sampling"
     bar = BARS.get((case.dtype, case.setting)) if barred else None
@@ -173,13 +176,14 @@ def line_of(case: Case, B: int, each: list[Inputs], *, stages: bool) -> dict[str
 
 
 def bench(cases: list[Case], batches: list[int], *, stages: bool) -> Iterator[dict[str, Any]]:
+    """Yield a line for each case and batch size."""
     for rows, dtype in (("zipf", "float32"), ("zipf", "bfloat16"), ("flat", "float32")):
-        mine = [case for case in cases if (case.rows, case.dtype) == (rows, dtype)]
-        if not mine:
+        selected = [case for case in cases if (case.rows, case.dtype) == (rows, dtype)]
+        if not selected:
             continue
         given = pool(dtype, rows == "flat")
         last = WARM  # what the pool's tokens were drawn with
-        for case in sorted(mine, key=lambda case: str(sampling_of(case, 1)[1][0])):
+        for case in sorted(selected, key=lambda case: str(sampling_of(case, 1)[1][0])):
             sampling = sampling_of(case, 1)[1][0]
             if sampling != last:
                 given, last = replace(given, tokens=drawn(given.draft, sampling)), sampling
@@ -190,7 +194,7 @@ def bench(cases: list[Case], batches: list[int], *, stages: bool) -> Iterator[di
 
 
 def plans_of(cases: list[Case]) -> Iterator[list[Step]]:
-    """The launches of every case, for batches that are launched in different ways, to be compiled."""
+    """Yield the launches of every case and batch size, to be compiled."""
     one = torch.ones(1, dtype=torch.long, device="cuda")
     for case in cases:
         x = torch.zeros(1, K + 1, V, dtype=getattr(torch, case.dtype), device="cuda")

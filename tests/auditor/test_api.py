@@ -1,4 +1,4 @@
-"""Whole audits on toys: each verdict, by each method, and what a certificate says of it."""
+"""Whole audits of toy decoders: each verdict, by each method, and the certificate it gives."""
 
 from copy import deepcopy
 
@@ -7,7 +7,7 @@ import torch
 
 import draftproof as dp
 from auditor.toy_decoder import Speaker, pair
-from draftproof.auditor import betting as ruling
+from draftproof.auditor import betting
 from draftproof.auditor.api import audit
 from draftproof.auditor.interface import Decoded, Decoder
 from draftproof.auditor.reference import ReferenceModel
@@ -17,7 +17,7 @@ from draftproof.models.toy import Toy
 from engine.many_texts import unchecked
 from engine.tiny import llama
 
-TARGET, DRAFT = pair(24, rng=2.0)
+TARGET, DRAFT = pair(24, noise=2.0)
 SMALL, SMALL_DRAFT = pair(4)
 PROMPTS = [[3, 1], [7, 2, 7]]
 HOW = {"sampling": SamplingParams(), "drafter": DRAFT, "bias": 0.1, "length": 16, "batch": 100}
@@ -52,14 +52,14 @@ def test_a_mixture_as_large_as_asked_for_is_found_in_the_tokens_that_clear_an_ex
 
 
 def test_without_a_trace_coverage_is_replayed_and_without_a_drafter_it_is_unknown():
-    silent = Speaker(TARGET, DRAFT, traced=False)
-    replayed = audit(silent, TARGET, PROMPTS, **HOW)
+    untraced = Speaker(TARGET, DRAFT, traced=False)
+    replayed = audit(untraced, TARGET, PROMPTS, **HOW)
     assert replayed.verdict == "no bias found"
     assert replayed.coverage.source == "replay"
-    told = audit(Speaker(TARGET, DRAFT), TARGET, PROMPTS, **HOW, max_tokens=replayed.tokens)
-    per_token = [c.coverage.rejected / c.tokens for c in (told, replayed)]
-    assert abs(per_token[0] - per_token[1]) < 0.25 * per_token[1]  # a draft of one, against drafts of three
-    unknown = audit(silent, TARGET, PROMPTS, **{**HOW, "drafter": None}, max_tokens=4_000)
+    traced = audit(Speaker(TARGET, DRAFT), TARGET, PROMPTS, **HOW, max_tokens=replayed.tokens)
+    per_token = [c.coverage.rejected / c.tokens for c in (traced, replayed)]
+    assert abs(per_token[0] - per_token[1]) < 0.25 * per_token[1]  # replayed drafts have one token, traced ones three
+    unknown = audit(untraced, TARGET, PROMPTS, **{**HOW, "drafter": None}, max_tokens=4_000)
     assert (unknown.verdict, unknown.exit_code) == ("not enough evidence", 2)
     assert "unknown" in unknown.reason
 
@@ -72,19 +72,19 @@ def test_too_few_rejections_are_not_enough_evidence_and_it_says_how_many_more_to
     assert found.more_tokens > 10_000
 
 
-def test_nobody_is_acquitted_whose_drafter_is_unknown():
-    """With rounds told, but no distribution to bet on: drafts that are kept too often would look like nothing."""
+def test_no_decoder_is_cleared_whose_drafter_is_unknown():
+    """The rounds are reported, but without a distribution to bet on drafts kept too often would go unnoticed."""
     found = audit(Speaker(TARGET, DRAFT), TARGET, PROMPTS, **{**HOW, "drafter": None}, max_tokens=4_000)
     assert found.verdict == "not enough evidence"
-    assert "who drafted is unknown" in found.reason
+    assert "the drafter is unknown" in found.reason
 
 
-def test_nobody_is_acquitted_while_much_speaks_against_him(monkeypatch):
+def test_no_decoder_is_cleared_while_the_evidence_is_high(monkeypatch):
     clean = audit(Speaker(TARGET, DRAFT), TARGET, PROMPTS, **HOW)
-    monkeypatch.setattr(ruling, "SUSPENSE", clean.log_evidence - 1e-6)  # as if that were much
+    monkeypatch.setattr(betting, "SUSPENSE", clean.log_evidence - 1e-6)  # as if that were high
     found = audit(Speaker(TARGET, DRAFT), TARGET, PROMPTS, **HOW, max_tokens=clean.tokens)
     assert (found.verdict, found.tokens) == ("not enough evidence", clean.tokens)
-    assert "stands at" in found.reason
+    assert "too high for" in found.reason
 
 
 def test_a_decoder_that_drafts_nothing_is_never_clean():
@@ -94,13 +94,13 @@ def test_a_decoder_that_drafts_nothing_is_never_clean():
 
 
 class Fixed:
-    """Says what it is told to say."""
+    """A decoder that always emits the same tokens."""
 
     def __init__(self, tokens, rounds=None):
-        self.said = Decoded(tuple(tokens), rounds)
+        self.sample = Decoded(tuple(tokens), rounds)
 
     def decode(self, prompts, sampling, *, max_tokens, seeds):
-        return [self.said] * len(prompts)
+        return [self.sample] * len(prompts)
 
 
 def test_an_impossible_token_fails_at_once_and_names_the_parameter():
@@ -116,8 +116,8 @@ def test_an_impossible_token_fails_at_once_and_names_the_parameter():
     assert "impossible token 4" in found.reason
 
 
-def test_a_token_behind_the_end_of_its_text_fails_at_once():
-    """Under either method; the end token itself, and one in the prompt, are as good as any other."""
+def test_a_token_after_the_end_of_its_text_fails_at_once():
+    """Under either method; the end-of-text token itself may be emitted, and may occur in the prompt."""
     for sampling, method in ((SamplingParams(), "bets"), (SamplingParams(temperature=0), "greedy")):
         how = {"sampling": sampling, "batch": 1, "max_tokens": 4, "method": method}
         toy = Toy(torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(4, 1))
@@ -125,23 +125,23 @@ def test_a_token_behind_the_end_of_its_text_fails_at_once():
         assert (found.verdict, found.exit_code) == ("biased", 1)
         assert found.impossible is not None
         assert (found.impossible.position, found.impossible.parameter) == (1, "the end of the text")
-        assert "the end of the text keeps it out" in found.reason
+        assert "the end of the text rules it out" in found.reason
         assert audit(Fixed([0]), toy, [[0]], **how, ends=(0,)).verdict == "not enough evidence"
         assert audit(Fixed([0, 0, 0]), toy, [[0]], **how, ends=()).verdict == "not enough evidence"
 
 
-def test_the_ends_are_the_targets_own_unless_told_otherwise():
+def test_the_ends_are_the_targets_own_unless_given():
     model = llama(24)
     assert ReferenceModel(model).ends == ()
     ending = deepcopy(model)
-    for named, ends in ((7, (7,)), ([7, 9], (7, 9))):
-        ending.generation_config.eos_token_id = named
+    for eos, ends in ((7, (7,)), ([7, 9], (7, 9))):
+        ending.generation_config.eos_token_id = eos
         assert ReferenceModel(ending).ends == ends
-    over = Fixed([3, 9, 3])
-    found = audit(over, ending, [[1]], sampling=SamplingParams(), batch=1, max_tokens=3)
+    overrunning = Fixed([3, 9, 3])
+    found = audit(overrunning, ending, [[1]], sampling=SamplingParams(), batch=1, max_tokens=3)
     assert found.verdict == "biased"
     assert found.tested["ends"] == "7, 9"
-    ignored = audit(over, ending, [[1]], sampling=SamplingParams(), batch=1, max_tokens=3, ends=())
+    ignored = audit(overrunning, ending, [[1]], sampling=SamplingParams(), batch=1, max_tokens=3, ends=())
     assert ignored.verdict == "not enough evidence"
     assert any("no token ends them" in line for line in ignored.untested)
 
@@ -156,7 +156,7 @@ def test_a_token_within_rounding_of_a_cutoff_is_neither_bet_on_nor_impossible():
     assert set(found.bets.values()) == {0.0}
 
 
-def test_a_type_too_coarse_for_its_cutoffs_is_said_to_be():
+def test_a_dtype_too_coarse_for_its_cutoffs_is_named_as_the_reason():
     coarse = Toy(TARGET.table.bfloat16())
     how = {**HOW, "sampling": SamplingParams(top_k=12), "method": "bets"}
     engine = dp.load(Toy(coarse.table.float()), "prompt-lookup", num_draft_tokens=3, max_batch=100)
@@ -178,19 +178,19 @@ def test_the_joint_distribution_of_a_small_vocabulary_is_counted_out():
 
 
 class Swapping(Speaker):
-    """In one of six texts, where the third token is 2 or 3, says the other of the two."""
+    """A decoder that in one of six texts emits 3 for 2, and 2 for 3, as the third token."""
 
     def decode(self, prompts, sampling, *, max_tokens, seeds):
-        said = super().decode(prompts, sampling, max_tokens=max_tokens, seeds=seeds)
-        return [self._swapped(s) if i % 6 == 0 else s for i, s in enumerate(said)]
+        samples = super().decode(prompts, sampling, max_tokens=max_tokens, seeds=seeds)
+        return [self._swapped(s) if i % 6 == 0 else s for i, s in enumerate(samples)]
 
-    def _swapped(self, said):
-        other = {2: 3, 3: 2}.get(said.tokens[2], said.tokens[2])
-        return Decoded((*said.tokens[:2], other, *said.tokens[3:]), said.rounds)
+    def _swapped(self, sample):
+        other = {2: 3, 3: 2}.get(sample.tokens[2], sample.tokens[2])
+        return Decoded((*sample.tokens[:2], other, *sample.tokens[3:]), sample.rounds)
 
 
 def test_counts_see_what_no_bet_points_to():
-    """Two tokens change places at one position of a few texts: nothing that a drafter or a temperature would do."""
+    """Two tokens are exchanged at one position of a few texts, which no drafter or temperature would do."""
     how = {"sampling": SamplingParams(), "drafter": SMALL_DRAFT, "bias": 0.03, "batch": 2_000, "length": 3}
     found = audit(Swapping(SMALL, SMALL_DRAFT), SMALL, [[0, 1]], **how)
     assert found.verdict == "biased"
@@ -250,7 +250,7 @@ def test_a_certificate_is_shown_after_every_batch():
     assert [c.tokens for c in seen] == [1_600, 3_200, 4_800, 6_400]
     assert seen[-1] is last
     drafted = [c.coverage.drafted for c in seen]
-    assert drafted == sorted(set(drafted))  # each keeps what it was when it was shown
+    assert drafted == sorted(set(drafted))  # a certificate does not change after it was passed to `watch`
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
@@ -283,7 +283,7 @@ def test_no_prompts_a_silent_decoder_and_a_short_trace_are_refused():
         audit(Speaker(TARGET, DRAFT), TARGET, [], **HOW)
     with unchecked(), pytest.raises(ValueError, match="prompts must be token ids"):
         audit(Speaker(TARGET, DRAFT), TARGET, ["the fox"], **HOW)
-    with pytest.raises(ValueError, match="said nothing"):
+    with pytest.raises(ValueError, match="emitted no token"):
         audit(Fixed([]), TARGET, PROMPTS, **HOW)
     with pytest.raises(ValueError, match="rounds for 1 tokens, and 3 were emitted"):
         audit(Fixed([1, 2, 3], (Round(2, 0),)), TARGET, PROMPTS, **HOW)

@@ -1,4 +1,4 @@
-"""A certificate: kept and read, printed, drawn; and enough in it to do the audit again."""
+"""Certificates: saved and loaded, printed, rendered as HTML, and complete enough to repeat the audit."""
 
 import json
 
@@ -11,7 +11,7 @@ from draftproof.auditor.certificate import Certificate, number
 from draftproof.auditor.settings import AuditRequest
 from draftproof.core.sampling import SamplingParams
 
-TARGET, DRAFT = pair(24, rng=2.0)
+TARGET, DRAFT = pair(24, noise=2.0)
 HOW = {"sampling": SamplingParams(temperature=0.9, logit_bias={3: 0.5}), "drafter": DRAFT, "length": 16, "batch": 100}
 
 
@@ -25,7 +25,7 @@ def found():
     return audit(Speaker(TARGET, DRAFT, mixed=0.5), TARGET, [[3, 1]], **HOW)
 
 
-def test_it_is_kept_and_read_unchanged(open_case, found, tmp_path):
+def test_it_is_saved_and_loaded_unchanged(open_case, found, tmp_path):
     for i, certificate in enumerate((open_case, found)):
         path = certificate.save(tmp_path / f"{i}.json")
         assert Certificate.load(path) == certificate
@@ -33,9 +33,9 @@ def test_it_is_kept_and_read_unchanged(open_case, found, tmp_path):
 
 
 def test_the_audit_is_done_again_from_its_json(open_case, tmp_path):
-    kept = dp.Certificate.load(open_case.save(tmp_path / "kept.json"))
-    again = audit(Speaker(TARGET, DRAFT), TARGET, **AuditRequest.from_dict(kept.asked).arguments(), drafter=DRAFT)
-    assert again == kept
+    saved = dp.Certificate.load(open_case.save(tmp_path / "saved.json"))
+    again = audit(Speaker(TARGET, DRAFT), TARGET, **AuditRequest.from_dict(saved.asked).arguments(), drafter=DRAFT)
+    assert again == saved
 
 
 def test_something_else_is_no_certificate():
@@ -46,13 +46,13 @@ def test_something_else_is_no_certificate():
 
 
 def test_it_reads_as_text(open_case, found):
-    said = str(found)
-    assert said.startswith("verdict: biased")
-    assert f"the bet “{found.found_by}” won after" in said
-    assert "rejections in" in said
-    assert "kept by depth" in said
-    assert "logit_bias={'3': 0.5}" in said
-    assert "not tested" in said
+    text = str(found)
+    assert text.startswith("verdict: biased")
+    assert f"the bet “{found.found_by}” won after" in text
+    assert "rejections in" in text
+    assert "kept by depth" in text
+    assert "logit_bias={'3': 0.5}" in text
+    assert "not tested" in text
     assert "more tokens     about" in str(open_case)
 
 

@@ -1,4 +1,4 @@
-"""The smallest bias that an audit claims it would have seen, is seen: nine times in ten, with as many tokens."""
+"""The smallest bias that a certificate claims would have been seen is seen, nine times in ten in as many tokens."""
 
 import pytest
 
@@ -9,19 +9,19 @@ from engine.many_texts import unchecked
 
 pytestmark = pytest.mark.statistical
 
-TARGET, DRAFT = pair(24, rng=2.0)
+TARGET, DRAFT = pair(24, noise=2.0)
 AUDITS = 24
 HOW = {"sampling": SamplingParams(), "drafter": DRAFT, "length": 16, "method": "bets"}
 
 
 def found(mixed: float, tokens: int) -> int:
-    """Of AUDITS audits of a decoder that says this share of its tokens by the drafter."""
+    """Count how many of AUDITS audits find a decoder that draws this share of its tokens from the drafter."""
     wrong = Speaker(TARGET, DRAFT, mixed=mixed)
-    made = [
+    certificates = [
         audit(wrong, TARGET, [[3, 1]], **HOW, batch=tokens // 16, max_tokens=tokens, seed=10_000_000 * (i + 1))
         for i in range(AUDITS)
     ]
-    return sum(certificate.verdict == "biased" for certificate in made)
+    return sum(certificate.verdict == "biased" for certificate in certificates)
 
 
 def test_the_claimed_bias_is_found():

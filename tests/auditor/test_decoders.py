@@ -1,4 +1,4 @@
-"""Other people's decoders behind one method: what is asked of them, what they tell, and what is refused."""
+"""Decoders of other libraries and programs: what they are given, what they return, and what is refused."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ import torch
 from auditor.mutants.world import World
 from draftproof.auditor.api import audit
 from draftproof.auditor.decoders import DECODERS, maker
-from draftproof.auditor.decoders.transformers import Generate, settings
+from draftproof.auditor.decoders.transformers import Generate, generate_options
 from draftproof.auditor.interface import Decoder
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import Round
@@ -34,7 +34,7 @@ def plain() -> Generate:
 TRANSFORMERS = {"plain": plain, "assisted": assisted, "lookup": lookup}
 
 
-def test_there_is_a_decoder_of_every_name():
+def test_every_name_has_a_decoder():
     assert all(callable(maker(name)) for name in DECODERS)
     assert isinstance(plain(), Decoder)
     with pytest.raises(ValueError, match=r"'transformers_plain', .*got 'triton'"):
@@ -42,15 +42,22 @@ def test_there_is_a_decoder_of_every_name():
 
 
 class TestTransformers:
-    def test_all_that_sampling_says_is_said(self):
-        told = settings(SamplingParams(temperature=0.5, top_p=0.9, repetition_penalty=1.2, logit_bias={3: 1.0}))
-        assert told["top_k"] == 0  # its own default is 50
-        assert (told["do_sample"], told["temperature"], told["top_p"], told["min_p"]) == (True, 0.5, 0.9, None)
-        assert (told["repetition_penalty"], told["sequence_bias"]) == (1.2, {(3,): 1.0})
-        assert settings(SamplingParams(temperature=0))["do_sample"] is False
+    def test_every_sampling_parameter_is_set(self):
+        options = generate_options(
+            SamplingParams(temperature=0.5, top_p=0.9, repetition_penalty=1.2, logit_bias={3: 1.0})
+        )
+        assert options["top_k"] == 0  # the default of `generate` is 50
+        assert (options["do_sample"], options["temperature"], options["top_p"], options["min_p"]) == (
+            True,
+            0.5,
+            0.9,
+            None,
+        )
+        assert (options["repetition_penalty"], options["sequence_bias"]) == (1.2, {(3,): 1.0})
+        assert generate_options(SamplingParams(temperature=0))["do_sample"] is False
 
     @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
-    def test_what_it_has_no_name_for_is_refused(self, name):
+    def test_a_parameter_it_does_not_have_is_refused(self, name):
         with pytest.raises(ValueError, match=f"no {name}"):
             plain().decode([[1]], SamplingParams(**{name: 0.5}), max_tokens=1, seeds=[0])
 
@@ -67,21 +74,21 @@ class TestTransformers:
 
     @pytest.mark.parametrize("build", TRANSFORMERS.values(), ids=TRANSFORMERS)
     def test_its_rounds_add_up_to_its_tokens(self, build):
-        for said in build().decode(WORLD.prompts[:4], WARM, max_tokens=16, seeds=range(4)):
-            assert len(said.tokens) == sum(1 + round_.accepted for round_ in said.rounds)
-            assert all(0 <= round_.accepted <= round_.drafted for round_ in said.rounds)
-        assert any(round_.drafted for round_ in said.rounds) is (build is not plain)
+        for sample in build().decode(WORLD.prompts[:4], WARM, max_tokens=16, seeds=range(4)):
+            assert len(sample.tokens) == sum(1 + round_.accepted for round_ in sample.rounds)
+            assert all(0 <= round_.accepted <= round_.drafted for round_ in sample.rounds)
+        assert any(round_.drafted for round_ in sample.rounds) is (build is not plain)
 
     def test_the_models_own_settings_do_not_reach_the_distribution(self, monkeypatch):
         monkeypatch.setattr(WORLD.hf.generation_config, "suppress_tokens", list(range(8, 64)))
-        said = plain().decode(WORLD.prompts[:4], SamplingParams(), max_tokens=16, seeds=range(4))
-        assert max(token for sample in said for token in sample.tokens) >= 8
+        samples = plain().decode(WORLD.prompts[:4], SamplingParams(), max_tokens=16, seeds=range(4))
+        assert max(token for sample in samples for token in sample.tokens) >= 8
 
     def test_the_tokens_that_end_a_text_do(self, monkeypatch):
         monkeypatch.setattr(WORLD.hf.generation_config, "eos_token_id", list(range(32)))
-        [said] = plain().decode(WORLD.prompts[:1], SamplingParams(), max_tokens=64, seeds=[0])
-        assert len(said.tokens) < 64
-        assert [token < 32 for token in said.tokens] == [False] * (len(said.tokens) - 1) + [True]
+        [sample] = plain().decode(WORLD.prompts[:1], SamplingParams(), max_tokens=64, seeds=[0])
+        assert len(sample.tokens) < 64
+        assert [token < 32 for token in sample.tokens] == [False] * (len(sample.tokens) - 1) + [True]
 
     def test_prompt_lookup_copies_something(self):
         with pytest.raises(ValueError, match="n ≥ 1 tokens; got 0"):
@@ -90,7 +97,7 @@ class TestTransformers:
 
 @pytest.mark.statistical
 class TestAudited:
-    """1,024 tokens, α = 1e-6, fixed seeds: enough to find a wrong temperature, and what transformers does passes."""
+    """1,024 tokens, α = 1e-6, fixed seeds: enough to find a wrong temperature; transformers passes."""
 
     def verdict(self, decoder, sampling: SamplingParams, drafter) -> str:
         asked = {"sampling": sampling, "drafter": drafter, "max_tokens": 1024, "batch": 64}
@@ -149,31 +156,31 @@ class TestCommand:
         assert len(asked(program(PROGRAM), n=5000)) == 5000
 
     @pytest.mark.parametrize(
-        ("text", "says"),
+        ("text", "message"),
         [
-            ("print('hello'); input()", r"no answer \(JSONDecodeError.*'hello'.*\"tokens\""),
-            ("print('{\"tokens\": [1.5]}'); input()", "1.5 is no whole number"),
+            ("print('hello'); input()", r"not an answer \(JSONDecodeError.*'hello'.*\"tokens\""),
+            ("print('{\"tokens\": [1.5]}'); input()", "1.5 is not a whole number"),
             ("print('{\"text\": 1}'); input()", "KeyError: 'tokens'"),
             ("import sys; sys.exit('no such model')", r"exit status 1\); it wrote: no such model"),
             ("input(); print('{\"tokens\": [1]}')", "ended without an answer to every request"),
         ],
     )
-    def test_what_it_does_wrong_is_told(self, text, says):
-        with pytest.raises(RuntimeError, match=says):
+    def test_what_it_does_wrong_is_reported(self, text, message):
+        with pytest.raises(RuntimeError, match=message):
             asked(program(text))
 
-    def test_silence_has_an_end(self):
+    def test_waiting_for_an_answer_times_out(self):
         with pytest.raises(RuntimeError, match=r"no line within 0\.2 seconds"):
             asked(program("import time; time.sleep(60)", timeout=0.2))
 
-    def test_a_program_that_is_not_there_is_told(self):
+    def test_a_program_that_does_not_exist_is_reported(self):
         with pytest.raises(ValueError, match="'no-such-program' cannot be started: No such file"):
             asked(maker("command")(["no-such-program"]))
-        with pytest.raises(ValueError, match="wants a program"):
+        with pytest.raises(ValueError, match="must be a program"):
             maker("command")([])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_without_vllm_it_is_said_what_is_missing():
+def test_without_vllm_the_error_names_what_is_missing():
     with pytest.raises(ImportError, match="needs vLLM"):
         maker("vllm")("some/folder")

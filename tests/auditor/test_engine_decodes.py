@@ -1,4 +1,4 @@
-"""The engine as a decoder: a seed for each text, rounds that add up, no text cut short in silence."""
+"""The engine as a decoder: one seed per text, rounds that add up, and failures that raise."""
 
 import pytest
 import torch
@@ -20,19 +20,19 @@ def engine():
 
 def test_a_text_is_a_function_of_its_seed(engine):
     prompts, seeds = [[1, 2], [3], [1, 2], [1, 2]], [5, 6, 5, 7]
-    said = engine.decode(prompts, WARM, max_tokens=9, seeds=seeds)
-    assert said[0].tokens == said[2].tokens != said[3].tokens
+    samples = engine.decode(prompts, WARM, max_tokens=9, seeds=seeds)
+    assert samples[0].tokens == samples[2].tokens != samples[3].tokens
     alone = engine.decode(prompts[:1], WARM, max_tokens=9, seeds=seeds[:1])
-    assert alone[0].tokens == said[0].tokens == engine.generate([1, 2], temperature=0.9, seed=5, max_tokens=9).tokens
+    assert alone[0].tokens == samples[0].tokens == engine.generate([1, 2], temperature=0.9, seed=5, max_tokens=9).tokens
 
 
-def test_rounds_are_told_and_cover_the_text(engine):
-    [said] = engine.decode([[1, 2]], WARM, max_tokens=9, seeds=[1])
-    assert isinstance(said, Sample)
-    assert said.stats.rounds == len(said.rounds)
-    assert sum(r.accepted for r in said.rounds) == said.stats.accepted
-    assert sum(r.accepted + 1 for r in said.rounds) >= len(said.tokens) == 9
-    assert all(0 <= r.accepted <= r.drafted <= 3 for r in said.rounds)
+def test_rounds_are_reported_and_cover_the_text(engine):
+    [sample] = engine.decode([[1, 2]], WARM, max_tokens=9, seeds=[1])
+    assert isinstance(sample, Sample)
+    assert sample.stats.rounds == len(sample.rounds)
+    assert sum(r.accepted for r in sample.rounds) == sample.stats.accepted
+    assert sum(r.accepted + 1 for r in sample.rounds) >= len(sample.tokens) == 9
+    assert all(0 <= r.accepted <= r.drafted <= 3 for r in sample.rounds)
 
 
 def test_it_describes_itself(engine):
@@ -50,5 +50,5 @@ def test_a_request_that_fails_raises():
     table = torch.zeros(3, 3)
     table[1] = torch.nan
     broken = dp.load(Toy(table), None)
-    with pytest.raises(RuntimeError, match="no distribution"):
+    with pytest.raises(RuntimeError, match="not a distribution"):
         broken.decode([[1]], WARM, max_tokens=4, seeds=[0])

@@ -1,8 +1,8 @@
-"""No bet can win against an exact decoder on average: checked without sampling, over every text and every trace.
+"""No bet gains on average against an exact decoder: summed without sampling, over every text and every trace.
 
-A bet's factor must have mean 1 under the target's distribution, whatever it uses. Here each one's wealth is summed over all
-texts of three tokens and all ways in which the token rule can come to them. The bets that the audit must not make are
-held to the same sum, and fail it.
+A bet's factor must have mean 1 under the target's distribution, whatever it depends on. Here the wealth of each bet is
+summed over all texts of three tokens and all ways in which the token rule can emit them. Bets that the audit must not
+make are put to the same test, and fail it.
 """
 
 from itertools import product
@@ -24,40 +24,40 @@ WITHIN = 1e-9
 
 
 def outcomes(p, q):
-    """Every (text, kept flags) of T tokens under the token rule, with its probability. p, q: distributions by prefix."""
+    """Yield every (text, kept flags, probability) of T tokens under the token rule; p and q are by prefix."""
     for tokens in product(range(V), repeat=T):
         for kept in product((False, True), repeat=T):
             chance, depth = 1.0, 0
-            for t, (x, stood) in enumerate(zip(tokens, kept, strict=True)):
+            for t, (x, accepted) in enumerate(zip(tokens, kept, strict=True)):
                 px, qx = float(p[tokens[:t]][x]), float(q[tokens[:t]][x])
                 if depth < K:
-                    chance *= min(px, qx) if stood else max(px - qx, 0.0)
+                    chance *= min(px, qx) if accepted else max(px - qx, 0.0)
                 else:
-                    chance *= 0.0 if stood else px
-                depth = depth + 1 if stood else 0
+                    chance *= 0.0 if accepted else px
+                depth = depth + 1 if accepted else 0
             if chance > 0:
                 yield tokens, kept, chance
 
 
 def rounds(kept):
-    made, depth = [], 0
-    for stood in kept:
-        if stood:
+    ended, depth = [], 0
+    for accepted in kept:
+        if accepted:
             depth += 1
         else:
-            made.append(Round(K, depth))
+            ended.append(Round(K, depth))
             depth = 0
-    return (*made, Round(K, depth)) if depth else tuple(made)
+    return (*ended, Round(K, depth)) if depth else tuple(ended)
 
 
 def distributions_by_prefix(model, sampling):
-    teacher = ReferenceModel(model)
+    reference = ReferenceModel(model)
     prefixes = [prefix for n in range(T) for prefix in product(range(V), repeat=n)]
-    return {prefix: teacher.probs(PROMPT, (*prefix, 0), sampling)[-1] for prefix in prefixes}
+    return {prefix: reference.probs(PROMPT, (*prefix, 0), sampling)[-1] for prefix in prefixes}
 
 
 def mean_wealth(sampling, forbidden=None):
-    """For each bet and strength the mean of its wealth over all outcomes. `forbidden` adds a bet of its own."""
+    """Return each bet's mean wealth over all outcomes, for each strength; `forbidden` adds a bet."""
     target, draft = pair(V)
     p, q = distributions_by_prefix(target, sampling), distributions_by_prefix(draft, sampling)
     found = list(outcomes(p, q))
@@ -94,21 +94,21 @@ def test_bets_under_a_cutoff_never_gain():
     assert all(float(row.max()) < 1 + WITHIN for row in means.values())
 
 
-@pytest.mark.parametrize("stood", [True, False], ids=["kept", "closing"])
-def test_a_bet_that_knows_what_became_of_the_token_gains(stood):
-    """Given that it was kept, a token leans to what both hold likely; given that it closed, away from the drafter."""
+@pytest.mark.parametrize("accepted", [True, False], ids=["accepted", "last"])
+def test_a_bet_that_knows_whether_the_token_was_a_draft_gains(accepted):
+    """An accepted draft token leans toward what both hold likely, a round's last token away from the drafter."""
 
     def forbidden(tickets, flags):
-        lean = "toward what both hold likely" if stood else "away from the drafter's distribution"
-        return next(t for t in tickets if t.name == lean).only(flags == stood, "where known")
+        lean = "toward what both hold likely" if accepted else "away from the drafter's distribution"
+        return next(t for t in tickets if t.name == lean).only(flags == accepted, "where known")
 
     means = mean_wealth(SamplingParams(), forbidden)
     [row] = [row for name, row in means.items() if name.endswith("where known")]
     assert float(row.max()) > 1.05
 
 
-def test_the_mean_of_all_gamblers_is_an_e_value():
-    """`Wealth` itself, with its charge: never more than 1 on average."""
+def test_the_mean_wealth_of_all_bets_is_an_e_value():
+    """`Wealth` with its charge for rounding is never more than 1 on average."""
     sampling = SamplingParams()
     target, draft = pair(V)
     p, q = distributions_by_prefix(target, sampling), distributions_by_prefix(draft, sampling)

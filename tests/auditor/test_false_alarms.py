@@ -1,4 +1,4 @@
-"""How often an exact decoder is called biased, and that a wrong one is: whole audits, hundreds of them."""
+"""Hundreds of whole audits: exact decoders are rarely called biased, and wrong ones are."""
 
 import math
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.statistical
 AUDITS = 240
 RATE = 0.01
 ALPHA = 1e-6
-"""The chance that this file calls a right auditor wrong."""
+"""Probability that a test of this file fails although the auditor is right."""
 TOKENS = 1_600
 
 
 def biased(n, **speaker):
-    """How many of n audits at rate RATE say so. Each has a world, seeds and a temperature of its own."""
+    """Count the audits, of n at error rate RATE, that say "biased"; each has its own models, seeds and temperature."""
     count = 0
     with unchecked():
         for i in range(n):
@@ -55,12 +55,12 @@ ROWS, LENGTH = 100, 20
 
 
 def evidence(gate):
-    """The log evidence of one bet, on an exact rule, where `gate` picks its positions knowing what nobody may."""
+    """Return the log evidence of one bet on an exact rule; `gate` picks its positions by what a bet must not know."""
     target, draft = pair(8)
     speaker = Speaker(target, draft)
-    said = speaker.decode([[0, 1]] * ROWS, SamplingParams(), max_tokens=LENGTH, seeds=range(ROWS))
+    samples = speaker.decode([[0, 1]] * ROWS, SamplingParams(), max_tokens=LENGTH, seeds=range(ROWS))
     dists = ReferenceModel(target).dists(
-        Positions.of([Text((0, 1), s.tokens, s.rounds) for s in said]), SamplingParams()
+        Positions.of([Text((0, 1), s.tokens, s.rounds) for s in samples]), SamplingParams()
     )
     bettor = Bettor(SamplingParams(), 1e-4, ReferenceModel(draft), traced=True)
     tickets = {t.name: t for t in bettor.tickets(dists, bettor.drafted(dists))}
@@ -79,11 +79,11 @@ def where_it_was_kept(tickets, dists, kept, proposal):
     return tickets["toward what both hold likely"].only(kept, "where kept")
 
 
-def where_it_closed(tickets, dists, kept, proposal):
-    return tickets["away from the drafter's distribution"].only(~kept, "where closing")
+def where_it_was_the_rounds_last(tickets, dists, kept, proposal):
+    return tickets["away from the drafter's distribution"].only(~kept, "where last")
 
 
-@pytest.mark.parametrize("forbidden", [on_the_drawn_proposal, where_it_was_kept, where_it_closed])
+@pytest.mark.parametrize("forbidden", [on_the_drawn_proposal, where_it_was_kept, where_it_was_the_rounds_last])
 def test_forbidden_bets_raise_false_alarms_on_an_exact_rule(forbidden):
     assert evidence(forbidden) > -math.log(ALPHA)
 

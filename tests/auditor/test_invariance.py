@@ -1,4 +1,4 @@
-"""The same seeds, the same texts: an engine that keeps the promise, and decoders that do not."""
+"""Seeded invariance: an engine whose texts depend on the seed alone, and decoders whose texts do not."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_under_the_token_rule_texts_depend_on_the_draft_and_that_is_seen():
 
 
 class Shared:
-    """Randomness by the place in the batch, and not by the seed."""
+    """A decoder whose randomness depends on the row of the batch, not on the seed."""
 
     def decode(self, prompts, sampling, *, max_tokens, seeds):
         return [Decoded(tuple((i + n) % 24 for n in range(max_tokens))) for i in range(len(prompts))]
@@ -48,11 +48,13 @@ class Shared:
 def test_a_seed_tied_to_the_batch_slot_is_seen():
     found = agreement({"shared": Shared()}, TARGET, PROMPTS, sampling=SamplingParams(), max_tokens=4)
     assert not found.holds
-    assert {p.run for p in found.partings} == {"shared, one at a time"}
-    assert [p.position for p in found.partings] == [0] * 3
+    assert {p.run for p in found.differences} == {"shared, one at a time"}
+    assert [p.position for p in found.differences] == [0] * 3
 
 
-class Says:
+class Fixed:
+    """A decoder that always emits the same tokens."""
+
     def __init__(self, *tokens):
         self.tokens = tokens
 
@@ -63,13 +65,13 @@ class Says:
 def test_a_near_tie_is_shown_and_not_counted():
     toy = Toy(torch.tensor([[3.0, 3.0 - 1e-6, 0.0]]).repeat(3, 1))
     how = {"sampling": SamplingParams(temperature=0), "max_tokens": 2}
-    near = agreement({"a": Says(0, 0), "b": Says(0, 1)}, toy, [[0]], **how)
+    near = agreement({"a": Fixed(0, 0), "b": Fixed(0, 1)}, toy, [[0]], **how)
     assert near.holds
-    assert [p.near for p in near.partings] == [True, True]
-    assert not agreement({"a": Says(0, 0), "b": Says(0, 2)}, toy, [[0]], **how).holds
-    assert not agreement({"a": Says(0, 0), "b": Says(0)}, toy, [[0]], **how).holds
+    assert [p.near for p in near.differences] == [True, True]
+    assert not agreement({"a": Fixed(0, 0), "b": Fixed(0, 2)}, toy, [[0]], **how).holds
+    assert not agreement({"a": Fixed(0, 0), "b": Fixed(0)}, toy, [[0]], **how).holds
 
 
-def test_nothing_is_not_compared():
+def test_an_empty_comparison_is_refused():
     with pytest.raises(ValueError, match="nothing to compare: 0 decoders"):
         agreement({}, TARGET, PROMPTS, sampling=SamplingParams())

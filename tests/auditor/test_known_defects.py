@@ -1,13 +1,13 @@
-"""Nobody is acquitted before the defects that have a bet of their own would have been seen; and then they are seen.
+"""No decoder is cleared before the defects that have a bet of their own would have been seen, and then they are seen.
 
-A redraw after a mismatch is no mixture with the copied token: the bet that finds mixtures is sure of itself long before
-the one that finds redraws. α = 1e-6 for each audit, seeds fixed.
+A redraw after a mismatch is not a mixture with the copied token: the bet on mixtures has its power long before the bet
+on redraws does. α = 1e-6 for each audit, seeds fixed.
 """
 
 import pytest
 
 from auditor.toy_decoder import Copier, pair
-from draftproof.auditor import betting as ruling
+from draftproof.auditor import betting
 from draftproof.auditor.api import audit
 from draftproof.auditor.bets import Bettor
 from draftproof.auditor.drafter import copies_text
@@ -31,22 +31,22 @@ AUDITS = 24
 
 @pytest.fixture(scope="module")
 def seen():
-    """The certificates of an exact decoder's audit, from the first batch to the last."""
-    made = []
+    """Return the certificates of an exact decoder's audit, from the first batch to the last."""
+    certificates = []
     with unchecked():
-        audit(Copier(TARGET), TARGET, PROMPTS, **HOW, watch=made.append)
-    return made
+        audit(Copier(TARGET), TARGET, PROMPTS, **HOW, watch=certificates.append)
+    return certificates
 
 
 def refuted(tokens, **copier):
-    """Of AUDITS audits with so many tokens."""
+    """Count how many of AUDITS audits with this many tokens say "biased"."""
     how = {**HOW, "batch": tokens // 16, "max_tokens": tokens}
     with unchecked():
-        made = [audit(Copier(TARGET, **copier), TARGET, PROMPTS, **how, seed=10**6 * (i + 1)) for i in range(AUDITS)]
-    return sum(certificate.verdict == "biased" for certificate in made)
+        found = [audit(Copier(TARGET, **copier), TARGET, PROMPTS, **how, seed=10**6 * (i + 1)) for i in range(AUDITS)]
+    return sum(certificate.verdict == "biased" for certificate in found)
 
 
-def test_power_against_mixtures_is_not_enough_to_acquit(seen):
+def test_power_against_mixtures_is_not_enough_to_clear_a_decoder(seen):
     early = [c for c in seen if c.smallest_bias is not None and c.smallest_bias <= c.bias and c.coverage.rejected >= 62]
     assert early[0].verdict == "not enough evidence"
     assert TWICE in early[0].reason
@@ -57,7 +57,7 @@ def test_power_against_mixtures_is_not_enough_to_acquit(seen):
 
 
 @pytest.mark.statistical
-def test_a_redraw_is_found_in_the_tokens_that_acquit_an_exact_decoder(seen):
+def test_a_redraw_is_found_in_the_tokens_that_clear_an_exact_decoder(seen):
     """At a chance of 0.9 each, fewer than 13 of 24 are found with a chance of 8.5e-7. A sixth of the tokens must not do
     as often, and an exact decoder is not found at all."""
     tokens = seen[-1].tokens
@@ -66,8 +66,8 @@ def test_a_redraw_is_found_in_the_tokens_that_acquit_an_exact_decoder(seen):
     assert refuted(tokens) == 0
 
 
-def test_a_defect_that_would_change_next_to_nothing_is_not_waited_for_and_that_is_said(seen, monkeypatch):
-    monkeypatch.setattr(ruling, "NEGLIGIBLE", 10.0)  # as if twice the tokens that there are were few
+def test_a_defect_that_would_change_next_to_nothing_is_not_required_and_the_certificate_says_so(seen, monkeypatch):
+    monkeypatch.setattr(betting, "NEGLIGIBLE", 10.0)  # above any possible share of the tokens
     with unchecked():
         found = audit(Copier(TARGET), TARGET, PROMPTS, **HOW)
     assert found.verdict == "no bias found"

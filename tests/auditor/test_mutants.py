@@ -1,7 +1,7 @@
-"""The auditor is audited: wrong decoders are found at its default settings, right ones are not called wrong.
+"""The auditor at its default settings finds wrong decoders, and does not call right ones biased.
 
-α = 1e-6 for each audit, seeds fixed. A mutant's budget is some three times the tokens it took when it was entered; what
-it took last is in docs/reading-a-certificate.md (`make audit-mutants`).
+α = 1e-6 for each audit, seeds fixed. A mutant's budget is about three times the tokens it took when it was added; the
+latest numbers are in docs/reading-a-certificate.md (`make audit-mutants`).
 """
 
 import pytest
@@ -15,7 +15,7 @@ from draftproof.core.sampling import SamplingParams
 pytestmark = pytest.mark.statistical
 
 QUICK = 6_000
-"""Tokens that an audit in `make test` may take."""
+"""Tokens up to which an audit is part of `make test`; above that it is marked slow."""
 
 FOUND = {name: mutant for name, mutant in MUTANTS.items() if mutant.budget is not None}
 UNFOUND = {name: mutant for name, mutant in MUTANTS.items() if mutant.budget is None}
@@ -47,8 +47,8 @@ def test_a_wrong_decoder_is_found(mutant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", UNFOUND.values(), ids=UNFOUND)
-def test_what_is_said_not_to_be_found_is_not(mutant):
-    """So that the documentation is not out of date: a mutant that is found now gets a budget."""
+def test_what_is_documented_as_not_found_is_not(mutant):
+    """A failure means that the documentation is out of date: give a mutant that is found now a budget."""
     assert mutant.because
     assert mutant.examined().verdict != "biased"
 
@@ -73,9 +73,9 @@ def test_every_family_has_its_mutants():
     assert len([m for m in FOUND.values() if m.budget <= QUICK]) >= 20
 
 
-def test_a_mutant_is_wrong_without_the_auditors_word():
-    """The measure of the table: 12,000 texts, learned and counted apart; a skipped residual shows and p itself does
-    not, within six standard errors of 0.008."""
+def test_a_mutant_is_wrong_by_a_measure_that_does_not_use_the_auditor():
+    """The total variation of the documented table: a skipped residual shows, the right engine does not, within six
+    standard errors of 0.008."""
     skipped = total_variation(MUTANTS["residual_skipped"])
     right = total_variation(Mutant(lambda world: world.engine(), "none", "model", SamplingParams(), QUICK))
     assert skipped.total_variation > 0.1

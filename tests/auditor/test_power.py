@@ -1,4 +1,4 @@
-"""The tests with a chosen size: against scipy, against known numbers, and that they have the power they claim."""
+"""Fixed-size tests: against scipy, against known sample sizes, and with the power they claim."""
 
 import math
 
@@ -11,15 +11,15 @@ from draftproof.auditor.power import chi2_tail, g_test, holm, texts_needed, visi
 
 @pytest.mark.parametrize(("x", "degrees"), [(0.5, 1), (12.0, 5), (130.0, 63), (700.0, 511)])
 def test_the_tail_is_that_of_scipy(x, degrees):
-    mine = float(chi2_tail(torch.tensor(x, dtype=torch.float64), degrees))
-    assert mine == pytest.approx(float(chi2.sf(x, degrees)), rel=1e-6)
+    tail = float(chi2_tail(torch.tensor(x, dtype=torch.float64), degrees))
+    assert tail == pytest.approx(float(chi2.sf(x, degrees)), rel=1e-6)
 
 
 def test_the_g_test_is_that_of_scipy_where_no_cell_is_small():
     dist = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     seen = torch.tensor([130, 180, 290, 400])
-    theirs = power_divergence(seen.numpy(), (dist * 1000).numpy(), lambda_="log-likelihood").pvalue
-    assert g_test(seen, dist) == pytest.approx(float(theirs), rel=1e-9)
+    expected = power_divergence(seen.numpy(), (dist * 1000).numpy(), lambda_="log-likelihood").pvalue
+    assert g_test(seen, dist) == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_the_impossible_fails_outright_and_small_cells_are_pooled():
@@ -43,7 +43,7 @@ def test_known_sample_sizes():
 
 
 def found(total_variation, runs=400):
-    """How often a G-test of the chosen size sees the bias that is hardest to see: moved between the two halves."""
+    """Return how often a G-test of that size finds the hardest bias to see: mass moved between two halves."""
     cells, aim, alpha = 32, 0.05, 1e-3
     dist = torch.full((cells,), 1 / cells, dtype=torch.float64)
     wrong = dist.clone()

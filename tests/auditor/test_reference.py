@@ -1,9 +1,9 @@
-"""The judge's distributions, against a second way to find them: one whole pass for every prefix, and nothing batched."""
+"""The reference distributions, compared with one full forward pass per prefix and no batching."""
 
 import pytest
 import torch
 
-from draftproof.auditor.reference import ROWS, ReferenceModel, fingerprint, reachable, supported
+from draftproof.auditor.reference import MAX_POSITIONS, ReferenceModel, fingerprint, reachable, supported
 from draftproof.auditor.texts import Positions, Text
 from draftproof.core.sampling import SamplingParams
 from draftproof.models.hf import HFModel
@@ -38,7 +38,7 @@ def test_texts_come_in_chunks_that_fit():
     chunks = list(ReferenceModel(llama()).chunks(TEXTS * 3000))
     assert [text for chunk in chunks for text in chunk] == TEXTS * 3000
     assert len(chunks) == 3
-    assert all(sum(len(text.tokens) for text in chunk) <= ROWS for chunk in chunks)
+    assert all(sum(len(text.tokens) for text in chunk) <= MAX_POSITIONS for chunk in chunks)
 
 
 def test_greedy_sampling_has_no_distribution_to_bet_on():

@@ -1,4 +1,4 @@
-"""What a bet may know of a token, against the plainest way to find it."""
+"""What a bet may know about a token, compared with a plain search."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from draftproof.core.types import PAD, Round
 
 
 def continuation(before):
-    """The longest match, the latest one, by looking everywhere."""
+    """Return the token after the latest longest match, by brute force."""
     for size in range(min(LONGEST_MATCH, len(before) - 1), 0, -1):
         for start in range(len(before) - size - 1, -1, -1):
             if before[start : start + size] == before[-size:]:
@@ -30,12 +30,12 @@ def test_every_token_and_what_came_before_it(texts):
     positions = Positions.of(texts)
     wanted = [([*t.prompt, *t.tokens[:i]], t.tokens[i], i) for t in texts for i in range(len(t.tokens))]
     assert len(positions) == len(wanted)
-    for n, (before, token, said) in enumerate(wanted):
+    for n, (before, token, index) in enumerate(wanted):
         assert positions.before[n, : positions.length[n]].tolist() == before
         assert set(positions.before[n, positions.length[n] :].tolist()) <= {PAD}
-        assert (int(positions.token[n]), int(positions.said[n])) == (token, said)
+        assert (int(positions.token[n]), int(positions.output_index[n])) == (token, index)
         assert int(positions.last[n]) == before[-1]
-        assert positions.before[n][positions.in_output[n]].tolist() == before[len(before) - said :]
+        assert positions.before[n][positions.in_output[n]].tolist() == before[len(before) - index :]
         assert int(positions.continuation[n]) == continuation(before)
 
 
@@ -49,5 +49,5 @@ def test_late_positions_have_not_seen_the_last_tokens():
     positions = Positions.of([Text((9, 8), (1, 2, 3))])
     late = positions.late(torch.tensor([0, 1, 1]))
     assert late.before[2, : late.length[2]].tolist() == [9, 8, 1]
-    assert late.said.tolist() == [0, 0, 1]
+    assert late.output_index.tolist() == [0, 0, 1]
     assert torch.equal(late.token, positions.token)

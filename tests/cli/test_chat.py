@@ -1,4 +1,4 @@
-"""`chat` in a real terminal: typed at, watched, interrupted."""
+"""`draftproof chat` in a pseudo-terminal: input, answers, interrupts."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ from cli.tiny import save_model
 pexpect = pytest.importorskip("pexpect")
 
 PROMPT = "you ›"
-LINE_TAKEN = "\x1b[?2004l"  # the terminal is the answer's now
+LINE_TAKEN = "\x1b[?2004l"  # prompt_toolkit has accepted the line; an answer follows
 START = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); " + (
     "from draftproof.cli.main import main; main(sys.argv[1:])"
 )
@@ -18,7 +18,7 @@ START = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_han
 
 @pytest.fixture
 def chat(tmp_path):
-    """Starts a chat with a model, ready for input."""
+    """Return a function that starts a chat with a model and waits for its prompt."""
     environment = {
         "TERM": "xterm-256color",
         "XDG_CACHE_HOME": str(tmp_path),
@@ -53,7 +53,7 @@ def type_in(child, line):
 
 def test_a_conversation(terminal, tmp_path):
     type_in(terminal, "the quick brown fox")
-    terminal.expect(r"tokens in [\d.]+ s \([\d.]+ a second\)")
+    terminal.expect(r"tokens in [\d.]+ s \([\d.]+ tokens/s\)")
     type_in(terminal, "/help")
     terminal.expect("/compare")
     type_in(terminal, "/rule token")
@@ -67,16 +67,16 @@ def test_a_conversation(terminal, tmp_path):
     terminal.expect("saved 4 messages")
     assert (tmp_path / "talk.json").exists()
     type_in(terminal, "/nonsense")
-    terminal.expect("there is no /nonsense")
+    terminal.expect("there is no command /nonsense")
     type_in(terminal, "/quit")
     terminal.expect(pexpect.EOF)
 
 
-def test_one_prompt_three_ways(terminal):
+def test_one_prompt_with_three_drafters(terminal):
     type_in(terminal, "/compare on")
     terminal.expect("comparison on")
     type_in(terminal, "the fox")
-    terminal.expect("tokens a pass")
+    terminal.expect("tokens per pass")
     shown = ""
     for name in ("plain", "early-exit:1", "ngram"):
         terminal.expect(rf"{name}\s+[\d.]+\s+[\d.]+×\s+[\d.]+ s")
@@ -88,7 +88,7 @@ def test_one_prompt_three_ways(terminal):
 
 
 def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(chat, tmp_path):
-    """Each key is sent when the one who is meant is listening: the prompt, drawn anew, or an answer that has begun."""
+    """Each key is sent only once the prompt, or an answer, is there to receive it."""
     terminal = chat(save_model(tmp_path / "endless", endless=True), 8000)
     type_in(terminal, "/load missing.json")
     terminal.expect("No such file")

@@ -1,4 +1,4 @@
-"""`generate`: a prompt, stdin, or a file of prompts."""
+"""`draftproof generate` with a prompt, stdin, or a file of prompts."""
 
 import io
 import json
@@ -8,38 +8,38 @@ import sys
 
 import pytest
 
-FEW = ("--max-tokens", "12", "--seed", "3")
+SHORT = ("--max-tokens", "12", "--seed", "3")
 
 
 def test_a_prompt_gives_its_text(run, model):
-    said = run("generate", "the quick", "--target", model, *FEW)
+    said = run("generate", "the quick", "--target", model, *SHORT)
     assert said.status == 0
     assert said.out.endswith("\n")
     assert len(said.out) > 1
 
 
 def test_json_carries_text_tokens_and_figures(run, model):
-    made = json.loads(run("generate", "the quick", "--target", model, "--json", *FEW).out)
+    made = json.loads(run("generate", "the quick", "--target", model, "--json", *SHORT).out)
     assert len(made["tokens"]) == made["stats"]["emitted"] == 12
     assert made["finish_reason"] == "length"
     assert made["stats"]["first_token_seconds"] <= made["stats"]["wall_seconds"]
 
 
 def test_stats_go_to_stderr(run, model):
-    said = run("generate", "the quick", "--target", model, "--stats", *FEW)
+    said = run("generate", "the quick", "--target", model, "--stats", *SHORT)
     assert "tokens in" in said.err
     assert "tokens in" not in said.out
 
 
 def test_the_prompt_may_come_on_stdin(run, model, monkeypatch):
-    wanted = run("generate", "the quick", "--target", model, *FEW).out
+    wanted = run("generate", "the quick", "--target", model, *SHORT).out
     monkeypatch.setattr(sys, "stdin", io.StringIO("the quick\n"))
-    assert run("generate", "--target", model, *FEW).out == wanted
+    assert run("generate", "--target", model, *SHORT).out == wanted
 
 
-def test_coupled_says_what_plain_decoding_says(run, model, draft_model):
-    plain = run("generate", "the quick", "--target", model, "--drafter", "none", *FEW)
-    coupled = run("generate", "the quick", "--target", model, "--draft-model", draft_model, "--rule", "coupled", *FEW)
+def test_coupled_gives_the_text_of_plain_decoding(run, model, draft_model):
+    plain = run("generate", "the quick", "--target", model, "--drafter", "none", *SHORT)
+    coupled = run("generate", "the quick", "--target", model, "--draft-model", draft_model, "--rule", "coupled", *SHORT)
     assert plain.out == coupled.out
 
 
@@ -63,17 +63,17 @@ def test_beams_are_searched(run, model):
     assert len(made["tokens"]) == 6
 
 
-def test_two_drafters_are_one_too_many(run, model):
+def test_two_drafters_are_refused(run, model):
     said = run("generate", "fox", "--drafter", "ngram", "--draft-model", model)
     assert said.status == 2
-    assert "give one of them" in said.err
+    assert "give only one of them" in said.err
 
 
 def test_a_file_of_prompts_gives_json_lines_in_order(run, model, tmp_path):
     file = tmp_path / "prompts.jsonl"
     chat = [{"role": "user", "content": "fox"}]
     file.write_text("\n".join(json.dumps(line) for line in ("one", {"prompt": "two", "id": 2}, {"prompt": chat})))
-    said = run("generate", "--prompts", str(file), "--target", model, "--stats", *FEW)
+    said = run("generate", "--prompts", str(file), "--target", model, "--stats", *SHORT)
     lines = [json.loads(line) for line in said.out.splitlines()]
     assert [line["prompt"] for line in lines] == ["one", "two", chat]
     assert lines[1]["id"] == 2
@@ -93,13 +93,13 @@ def test_a_wrong_file_is_refused_before_anything_is_loaded(run, tmp_path, text, 
     assert complaint in said.err
 
 
-INTERRUPTIBLE = (  # a shell's background jobs ignore Ctrl-C, and so would their children
+INTERRUPTIBLE = (  # background jobs of a shell ignore SIGINT, and children inherit that
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from draftproof.cli.main import main; main(sys.argv[1:])"
 )
 
 
-def test_ctrl_c_keeps_what_was_said(model):
+def test_ctrl_c_keeps_the_text_so_far(model):
     command = [
         sys.executable,
         "-c",

@@ -1,4 +1,4 @@
-"""What is promised at the keyboard, measured. Wall-clock figures, so not for a busy machine: `pytest -m slow -s`."""
+"""Latency of the command line. It measures wall-clock time, so run it on an idle machine: `pytest -m slow -s`."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def test_help_answers_at_once():
     assert median(times) < 0.5
 
 
-@pytest.mark.usefixtures("smollm2")  # out of the cache, or the test is skipped
+@pytest.mark.usefixtures("smollm2")  # skips the test if the model is not cached
 def test_the_first_token_comes_soon():
     times = []
     for _ in range(3):
@@ -41,7 +41,7 @@ def test_streaming_costs_next_to_nothing(smollm2):
     model, tokenizer = smollm2
     engine = load(model, None, tokenizer=tokenizer)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # then a process's own seconds do not depend on its neighbours
+    torch.set_num_threads(1)  # then CPU seconds do not depend on what else runs on the machine
     try:
         ratios = [_spent(_streamed, engine) / _spent(_whole, engine) for _ in range(9)]
     finally:

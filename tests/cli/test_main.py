@@ -1,10 +1,12 @@
-"""The door: help that is quick and teaches, errors in one line."""
+"""The entry point: help without heavy imports, errors in one line."""
 
 import subprocess
 import sys
+from pkgutil import iter_modules
 
 import pytest
 
+from draftproof import cli
 from draftproof.cli import options
 from draftproof.cli.main import COMMANDS
 from draftproof.drafters.registry import DRAFTERS, is_name
@@ -26,13 +28,33 @@ def test_every_command_has_help(run, command):
     assert "Examples:" in said.out or command == "demo"
 
 
-def test_help_imports_nothing_heavy():
-    code = (
-        "import sys\nfrom draftproof.cli.main import main\n"
-        "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'rich', 'prompt_toolkit', 'matplotlib')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+def heavy_modules_after(code):
+    """Run Python code in a fresh process and return the slow modules it has imported."""
+    heavy = ("torch", "transformers", "rich", "prompt_toolkit", "matplotlib")
+    report = f"\nimport sys; sys.stderr.write(' '.join(m for m in {heavy} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code + report], check=True, capture_output=True, text=True)
+    return done.stderr.split()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
+def test_help_imports_nothing_heavy(arguments):
+    code = f"from draftproof.cli.main import main\ntry: main({arguments})\nexcept SystemExit: pass"
+    assert heavy_modules_after(code) == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_importing_a_command_imports_nothing_heavy(command):
+    assert heavy_modules_after(f"import {COMMANDS[command]}") == []
+
+
+@pytest.mark.parametrize("module", sorted(module.name for module in iter_modules(cli.__path__)))
+def test_importing_any_file_of_the_command_line_imports_neither_torch_nor_transformers(module):
+    if module != "__main__":  # importing it runs the command line
+        assert not {"torch", "transformers"} & set(heavy_modules_after(f"import draftproof.cli.{module}"))
+
+
+def test_the_check_for_heavy_imports_finds_one():
+    assert heavy_modules_after("import rich") == ["rich"]
 
 
 def test_no_command_shows_the_help(run):
@@ -87,7 +109,7 @@ def test_wrong_numbers_name_the_option(run, model):
     assert run("generate", "hello", "--num-draft-tokens", "many").status == 2
 
 
-def test_what_is_on_offer_is_what_there_is():
+def test_the_names_in_help_are_the_names_that_exist():
     assert set(options.RULES) == set(RULES)
     assert set(DRAFTERS) < set(options.DRAFTERS)
     assert all(is_name(name.replace("N", "1")) for name in options.DRAFTERS)

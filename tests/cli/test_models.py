@@ -1,4 +1,4 @@
-"""`models`: what is on this machine."""
+"""`draftproof models`: list, download and remove."""
 
 import json
 

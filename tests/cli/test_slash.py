@@ -1,13 +1,13 @@
-"""The slash commands of a chat, one by one."""
+"""The slash commands of a chat."""
 
 import json
 
 import pytest
 
-from draftproof.cli.conversation import Conversation, Settings, restored
+from draftproof.cli.conversation import Conversation, Settings, load_conversation
 from draftproof.cli.generate import Answer
 from draftproof.cli.options import Choice
-from draftproof.cli.slash import COMMANDS, LeaveChat, obey
+from draftproof.cli.slash import COMMANDS, LeaveChat, run_command
 
 SAMPLING = {"temperature": 0.7, "top_k": None, "top_p": 1.0, "min_p": 0.0, "seed": 3}
 
@@ -17,14 +17,14 @@ def conversation(model):
     return Conversation(Settings(Choice(model), dict(SAMPLING), max_tokens=8))
 
 
-def said(conversation, text):
-    made = Answer()
-    list(conversation.say(text, made))
-    return made
+def ask(conversation, text):
+    answer = Answer()
+    list(conversation.say(text, answer))
+    return answer
 
 
 def test_help_lists_every_command(conversation):
-    listed = obey(conversation, "/help")
+    listed = run_command(conversation, "/help")
     assert all(name in listed for name in COMMANDS)
 
 
@@ -44,12 +44,13 @@ def test_help_lists_every_command(conversation):
     ],
 )
 def test_a_command_switches_and_shows(conversation, line, shown):
-    assert shown in obey(conversation, line)
+    assert shown in run_command(conversation, line)
 
 
 def test_a_command_alone_shows_and_changes_nothing(conversation, model):
     shown = [
-        obey(conversation, line) for line in ("/target", "/drafter", "/rule", "/draft-length", "/sampling", "/seed")
+        run_command(conversation, line)
+        for line in ("/target", "/drafter", "/rule", "/draft-length", "/sampling", "/seed")
     ]
     assert shown[:4] == [model, "auto", "block", "auto"]
     assert shown[5] == "seed 3"
@@ -60,65 +61,65 @@ def test_a_command_alone_shows_and_changes_nothing(conversation, model):
     ("line", "complaint"),
     [
         ("/nonsense", "/help lists"),
-        ("/rule strict", "rules are block"),
+        ("/rule strict", "the rules are block"),
         ("/drafter no-such-model", "neither"),
         ("/draft-length long", "neither 'auto'"),
         ("/sampling heat=2", "temperature"),
         ("/sampling temperature=-1", "temperature must be"),
         ("/sampling top-k=many", "takes a number"),
-        ("/compare maybe", "say on or off"),
-        ("/save", "say where"),
-        ("/load", "say from where"),
+        ("/compare maybe", "must be on or off"),
+        ("/save", "/save chat.json"),
+        ("/load", "/load chat.json"),
     ],
 )
 def test_what_cannot_be_done_leaves_everything_as_it_was(conversation, line, complaint):
     before = (conversation.settings.choice, dict(conversation.settings.sampling))
     with pytest.raises(ValueError, match=complaint):
-        obey(conversation, line)
+        run_command(conversation, line)
     assert before == (conversation.settings.choice, conversation.settings.sampling)
 
 
 def test_rounds_are_refused_under_rules_without_a_coin(conversation):
-    obey(conversation, "/rounds on")
+    run_command(conversation, "/rounds on")
     with pytest.raises(ValueError, match="token and block"):
-        obey(conversation, "/rule coupled")
+        run_command(conversation, "/rule coupled")
     assert conversation.settings.choice.rule == "block"
 
 
 def test_turns_are_remembered_and_forgotten(conversation):
-    answer = said(conversation, "the fox")
+    answer = ask(conversation, "the fox")
     assert [m["role"] for m in conversation.messages] == ["user", "assistant"]
     assert conversation.messages[1]["content"] == answer.text
-    obey(conversation, "/new")
+    run_command(conversation, "/new")
     assert conversation.messages == []
 
 
 def test_a_seed_gives_the_same_answer_under_another_drafter_if_coupled(conversation):
-    obey(conversation, "/rule coupled")
-    first = said(conversation, "the fox").text
-    obey(conversation, "/new")
-    obey(conversation, "/drafter none")
-    assert said(conversation, "the fox").text == first
+    run_command(conversation, "/rule coupled")
+    first = ask(conversation, "the fox").text
+    run_command(conversation, "/new")
+    run_command(conversation, "/drafter none")
+    assert ask(conversation, "the fox").text == first
 
 
 def test_a_saved_conversation_goes_on(conversation, tmp_path):
-    said(conversation, "the fox")
-    obey(conversation, "/draft-length 2")
+    ask(conversation, "the fox")
+    run_command(conversation, "/draft-length 2")
     file = tmp_path / "talk.json"
-    obey(conversation, f"/save {file}")
-    found = restored(file)
+    run_command(conversation, f"/save {file}")
+    found = load_conversation(file)
     assert (found.settings, found.messages) == (conversation.settings, conversation.messages)
     conversation.messages.clear()
-    assert "2 messages" in obey(conversation, f"/load {file}")
+    assert "2 messages" in run_command(conversation, f"/load {file}")
 
 
 def test_a_file_that_is_no_conversation_is_refused(conversation, tmp_path):
     file = tmp_path / "other.json"
     file.write_text(json.dumps({"messages": []}))
     with pytest.raises(ValueError, match="not a conversation"):
-        obey(conversation, f"/load {file}")
+        run_command(conversation, f"/load {file}")
 
 
-def test_quit_leaves(conversation):
+def test_quit_leaves_the_chat(conversation):
     with pytest.raises(LeaveChat):
-        obey(conversation, "/quit")
+        run_command(conversation, "/quit")

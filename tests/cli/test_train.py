@@ -1,13 +1,14 @@
-"""`train` at the keyboard: its table, its refusals."""
+"""`draftproof train` end to end on a tiny model: its table and its refusals."""
 
 import json
 
 
-def test_a_head_is_trained_drafts_and_is_taught_more(run, model, tmp_path):
+def test_a_head_is_trained_drafts_and_is_trained_further(run, model, tmp_path):
     out, later = tmp_path / "head", tmp_path / "later"
     how = ("--minutes", "0.15", "--length", "32", "--batch", "4", "--depth", "2", "--device", "cpu")
     said = run("train", "--target", model, "--out", str(out), *how)
     assert said.status == 0, said.err
+    assert "Tokens per pass" in said.out
     assert "code-editing" in said.out
     assert "T=0.7 top-p 0.9" in said.out
     generated = run(
@@ -17,7 +18,7 @@ def test_a_head_is_trained_drafts_and_is_taught_more(run, model, tmp_path):
     more = ("--start", str(out), "--seed", "1", "--vocab", "64", "--data", "0.3", "--no-counts")
     taught = run("train", "--target", model, "--out", str(later), *how, *more)
     assert taught.status == 0, taught.err
-    assert "Tokens for each pass" not in taught.out
+    assert "Tokens per pass" not in taught.out
     assert json.loads((later / "head.json").read_text())["training"]["origin"]["name"] == "head"
     again = run("train", "--target", model, "--out", str(tmp_path / "again"), *how, "--start", str(out))
     assert again.status == 2

@@ -1,4 +1,4 @@
-"""A model folder made on the spot: a random Llama that a command can load in a moment."""
+"""A tiny random Llama in a folder, which a command can load quickly."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from models.tiny_tokenizers import byte_level
 
 
 def save_model(folder: Path, *, layers: int = 3, seed: int = 0, endless: bool = False) -> Path:
-    """Sharp enough that tokens differ in likelihood; `endless` has no end token, so that it can be interrupted."""
+    """Save a model whose distributions are not flat. `endless` has no end token, so that a text can be interrupted."""
     tokenizer = byte_level()
     torch.manual_seed(seed)
     config = tf.LlamaConfig(

@@ -1,4 +1,4 @@
-"""Every drafter and every option of it, by name, over one small vocabulary."""
+"""A table of every drafter with every option, over one small vocabulary."""
 
 from collections.abc import Callable
 from functools import cache
@@ -29,7 +29,7 @@ def toy(vocab_size: int = V, seed: int = 5) -> Toy:
 
 @cache
 def net(max_length: int = 64, device: str = "cpu") -> LlamaForCausalLM:
-    """Random weights, two layers, a real K/V cache; its logits are spread so that distributions differ."""
+    """Make a Llama of two layers with random weights; its logits are scaled up so that distributions differ."""
     config = LlamaConfig(
         vocab_size=V,
         hidden_size=16,

@@ -1,4 +1,4 @@
-"""What every drafter must do, whatever it guesses."""
+"""The contract of `Drafter`, checked for every drafter."""
 
 import pytest
 import torch
@@ -29,17 +29,17 @@ def batch(*lengths: int, first: int = 0, seed: int = 0) -> list[Row]:
 
 
 def go_on(rows: list[Row], draft: Draft, drafter: Drafter, seed: int) -> None:
-    """As a round would: some of the draft is kept, a closing token follows, and what was asked for is shown."""
+    """Play a round: keep some of the draft, append a random last token, set the requested target outputs."""
     numbers = torch.Generator().manual_seed(seed)
     for b, r in enumerate(rows):
         line = first_line(draft, b)
         kept = line[: int(torch.randint(len(line) + 1, (), generator=numbers))]
-        r.shown = _shown(features_of(drafter), len(r.tokens), len(kept) + 1, numbers)
+        r.target_outputs = _random_outputs(features_of(drafter), len(r.tokens), len(kept) + 1, numbers)
         r.tokens += [*kept, int(torch.randint(V, (), generator=numbers))]
 
 
-def _shown(wanted: TargetFeatures, known: int, scored: int, numbers: torch.Generator) -> TargetOutputs | None:
-    """Anything at all, of the right shape."""
+def _random_outputs(wanted: TargetFeatures, known: int, scored: int, numbers: torch.Generator) -> TargetOutputs | None:
+    """Make random outputs of the right shape."""
     if wanted == NOTHING:
         return None
     top = torch.randint(V, (scored, wanted.top), generator=numbers) if wanted.top else None
@@ -48,7 +48,7 @@ def _shown(wanted: TargetFeatures, known: int, scored: int, numbers: torch.Gener
 
 
 def first_line(draft: Draft, b: int) -> list[int]:
-    """The first path of a tree down to a leaf; of a chain, all of it."""
+    """Return the first path of a tree down to a leaf; for a chain, all of it."""
     tokens, length = draft.tokens[b].tolist(), int(draft.lengths[b])
     parents = range(-1, length - 1) if draft.parents is None else draft.parents[b].tolist()
     line, at = [], ROOT
@@ -68,7 +68,7 @@ def play(drafter: Drafter, rows: list[Row], rounds: int = 5) -> list[Draft]:
 
 
 def same(one: Draft, other: Draft) -> bool:
-    """Row for row the same draft; the distributions to rounding."""
+    """Tell whether two drafts are equal; distributions up to rounding."""
     dists = (one.q is None) == (other.q is None)
     if dists and one.q is not None and other.q is not None:
         real = torch.arange(one.tokens.shape[1]) < one.lengths[:, None]
@@ -114,13 +114,13 @@ def test_siblings_differ_so_that_no_slot_is_wasted(make):
 
 
 @every
-def test_a_draft_is_a_function_of_contexts_and_noise(make):
+def test_a_draft_is_a_function_of_contexts_and_rng(make):
     one, other = play(make(), batch(9, 1, 14)), play(make(), batch(9, 1, 14))
     assert all(same(a, b) for a, b in zip(one, other, strict=True))
 
 
 @every
-def test_asking_again_gives_the_same_draft(make):
+def test_a_second_proposal_gives_the_same_draft(make):
     drafter, rows = make(), batch(9, 3, 14)
     play(drafter, rows)
     first = drafter.propose(rows, [5, 3, 4], rng_of(rows))
@@ -130,17 +130,17 @@ def test_asking_again_gives_the_same_draft(make):
 @every_alone
 def test_a_row_does_not_depend_on_its_neighbours(make):
     drafter, rows = make(), batch(9, 3, 14)
-    alone, twin = make(), batch(9, 3, 14)[1]
+    alone, copy = make(), batch(9, 3, 14)[1]
     for i in range(5):
         k = [(4 + b + i) % 6 for b in range(3)]
         draft = drafter.propose(rows, k, rng_of(rows))
-        assert only(draft, 1) == only(alone.propose([twin], k[1:2], rng_of([twin])), 0)
+        assert only(draft, 1) == only(alone.propose([copy], k[1:2], rng_of([copy])), 0)
         go_on(rows, draft, drafter, seed=i)
-        twin.tokens, twin.shown = list(rows[1].tokens), rows[1].shown
+        copy.tokens, copy.target_outputs = list(rows[1].tokens), rows[1].target_outputs
 
 
 @every
-def test_a_row_asked_for_nothing_gets_nothing(make):
+def test_a_row_with_k_zero_gets_an_empty_draft(make):
     drafter, rows = make(), batch(9, 3, 14)
     assert int(drafter.propose(rows, [3, 0, 2], rng_of(rows)).lengths[1]) == 0
     empty = drafter.propose(rows, [0, 0, 0], rng_of(rows))
@@ -163,7 +163,7 @@ def test_requests_come_and_go(make):
     rows = [rows[2], *batch(8, first=7, seed=1), rows[0]]
     draft = drafter.propose(rows, [4, 4, 4], rng_of(rows))
     for b, r in enumerate(rows):
-        assert only(draft, b) == only(make().propose([r], [4], rng_of([r])), 0) or r.shown is not None
+        assert only(draft, b) == only(make().propose([r], [4], rng_of([r])), 0) or r.target_outputs is not None
 
 
 @every
@@ -173,12 +173,12 @@ def test_memory_is_bounded_by_the_batch(make):
         play(drafter, batch(9, 3, 14, first=first), rounds=2)
     parts = [drafter._copying, drafter._other] if isinstance(drafter, Switch) else [drafter]
     for part in parts:
-        remembered = getattr(part, "_memory", None)
-        assert (len(remembered) if remembered is not None else len(part._reader._cache.lengths)) == 3
+        memory = getattr(part, "_memory", None)
+        assert (len(memory) if memory is not None else len(part._reader._cache.lengths)) == 3
 
 
 @pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING.keys())
-def test_what_is_kept_serves_the_next_request(make):
+def test_kept_text_is_used_for_the_next_request(make):
     drafter = make()
     first = row(0, [9, 8])
     drafter.propose([first], [4], rng_of([first]))
@@ -190,7 +190,7 @@ def test_what_is_kept_serves_the_next_request(make):
 
 
 @pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING.keys())
-def test_who_throws_the_coins_of_an_earlier_request_does_not_see_what_they_made(make):
+def test_a_request_with_an_earlier_seed_does_not_use_the_text_made_with_it(make):
     drafter = make()
     first = row(0, [9, 8])
     drafter.propose([first], [4], rng_of([first]))

@@ -1,8 +1,8 @@
-"""Every drafter under every rule says exactly what the target would: the joint distribution of three tokens, by G-test.
+"""Every drafter under every rule gives exactly the target's distribution: three tokens jointly, by G-test.
 
-False alarms: α = 1e-6 a test, seeds fixed. With 2000 texts (of trees 3000) over 64 cells a total variation of about 0.1
-is seen; the controls are real mistakes of that size and must fail with as many. Where drafting is slow here (a suffix
-automaton, with every call checked) there are fewer texts: its tokens are chosen, and judged like those of the others.
+False alarms: α = 1e-6 per test, seeds fixed. With 2000 texts (3000 for trees) over 64 cells a total variation of about
+0.1 is detected; the controls are real mistakes of that size and must fail with as many texts. The suffix automaton is
+slow here, with every call type-checked, and gets fewer texts: its tokens are chosen, like those of other drafters.
 """
 
 from dataclasses import replace
@@ -54,20 +54,22 @@ TREES = {
 
 
 def p_of(drafter, rule: str, texts: int, sampling: SamplingParams = WARM, slots: int = SLOTS) -> float:
-    said = speak(TARGET, drafter, rule, [row(i, PROMPT, sampling) for i in range(texts)], slots=slots, length=LENGTH)
-    return p_value(exact_distribution(TARGET, PROMPT, sampling, LENGTH), said, V)
+    texts_made = speak(
+        TARGET, drafter, rule, [row(i, PROMPT, sampling) for i in range(texts)], slots=slots, length=LENGTH
+    )
+    return p_value(exact_distribution(TARGET, PROMPT, sampling, LENGTH), texts_made, V)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize(("make", "texts"), CHAINS.values(), ids=CHAINS.keys())
-def test_a_chain_says_what_the_target_would(make, texts, rule):
+def test_chain_drafts_give_the_distribution_of_the_target(make, texts, rule):
     if rule == "block" and "Drafter" not in type(make()).__name__:
-        texts //= 4  # nothing is drawn: block verification is then token verification, by its own first line
+        texts //= 4  # nothing is drawn, so block verification falls back to token verification
     assert p_of(make(), rule, texts) > ALPHA
 
 
 @pytest.mark.parametrize(("make", "texts"), TREES.values(), ids=TREES.keys())
-def test_a_tree_says_what_the_target_would(make, texts):
+def test_tree_drafts_give_the_distribution_of_the_target(make, texts):
     assert p_of(make(), "tree", texts, slots=5) > ALPHA
 
 
@@ -87,7 +89,7 @@ def test_plain_seeded_texts_have_the_distribution_too():
 
 
 @pytest.mark.parametrize(("make", "texts"), CHAINS.values(), ids=CHAINS.keys())
-def test_coupled_texts_are_the_plain_seeded_ones_whoever_drafts(make, texts):
+def test_coupled_texts_are_the_plain_seeded_ones_with_every_drafter(make, texts):
     plain, drafted = (
         speak(TARGET, drafter, "coupled", [row(i, PROMPT, WARM) for i in range(300)], slots=SLOTS, length=LENGTH)
         for drafter in (Silent(), make())
@@ -96,7 +98,7 @@ def test_coupled_texts_are_the_plain_seeded_ones_whoever_drafts(make, texts):
 
 
 class RawDistribution:
-    """A control: draws with top-k and temperature, and declares the plain softmax."""
+    """A control that draws with top-k and temperature, and declares the plain softmax."""
 
     def __init__(self, branches: int) -> None:
         self.inner = ModelDrafter(NEAR, branches=branches)
@@ -109,7 +111,7 @@ class RawDistribution:
 
 
 class Dropping:
-    """A control: drops the last token of a draft where it looks weak."""
+    """A control that drops the last token of a draft if it is unlikely."""
 
     def __init__(self, branches: int) -> None:
         self.inner = ModelDrafter(NEAR, branches=branches)
@@ -129,6 +131,6 @@ class Dropping:
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
 @pytest.mark.parametrize("control", [RawDistribution, Dropping])
-def test_a_drafter_that_lies_about_its_distribution_is_caught(control, rule):
+def test_a_drafter_that_declares_a_wrong_distribution_is_caught(control, rule):
     branches, texts = (2, 3000) if rule == "tree" else (1, 2000)
     assert p_of(control(branches), rule, texts) < ALPHA

@@ -1,4 +1,4 @@
-"""What a head drafts, held against whole passes of the head without a cache: the same states, the same distributions."""
+"""Head drafts have the states and distributions of whole passes of the head without a cache."""
 
 import copy
 from itertools import product
@@ -12,7 +12,7 @@ from draftproof.core.distribution import DraftVocab
 from draftproof.core.rng import Philox
 from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import PAD, ROOT, History
-from draftproof.drafters.head import WIDE, HeadDrafter, HeadReader
+from draftproof.drafters.head import MAX_BATCHED, HeadDrafter, HeadReader
 from draftproof.drafters.head_tree import Level
 from draftproof.drafters.interface import TargetOutputs
 from draftproof.models.head.attach import FittedHead
@@ -26,7 +26,7 @@ TEXT = [0, 1, 2, 3, 0, 1, 2, 5, 0, 1, 6, 4]
 
 
 def unpacked(size: int = V) -> FittedHead:
-    """In plain float32, so that numbers can be compared."""
+    """Attach the head in plain float32, so that numbers can be compared."""
     ids = torch.tensor(IDS[:size])
     rows = nn.Linear(16, size, bias=False).requires_grad_(False)
     rows.weight.copy_(output_rows(llama(), ids))
@@ -35,25 +35,25 @@ def unpacked(size: int = V) -> FittedHead:
 
 @torch.no_grad()
 def states(tokens: list[int]) -> list[torch.Tensor]:
-    """What the target shows of a text: one state a tap and token."""
+    """Compute the target's hidden states of a text, one tensor per tap."""
     hidden = llama()(torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
     return [hidden[tap][0] for tap in trained().shape.taps]
 
 
-def shown(tokens: list[int], first: int = 0) -> TargetOutputs:
-    """Of all but the last token, from `first` on."""
+def outputs(tokens: list[int], first: int = 0) -> TargetOutputs:
+    """Make the target outputs of all tokens but the last, from `first` on."""
     n = len(tokens) - 1
     return TargetOutputs(n, None, tuple(tap[first:n] for tap in states(tokens)))
 
 
 def asked(tokens: list[int], sampling: SamplingParams = WARM, name: int = 0, first: int = 0) -> Row:
     made = row(name, tokens, sampling)
-    made.shown = shown(tokens, first)
+    made.target_outputs = outputs(tokens, first)
     return made
 
 
 def logits(tokens: list[int], drafted: list[int], size: int = V) -> torch.Tensor:
-    """What the head says behind a text and what was drafted behind it, without a cache: own states behind the text."""
+    """Compute the head's logits after text and draft without a cache; after the text it reads its own states."""
     head, text = trained(), [*tokens, *drafted]
     h = head.fuse([tap[None, : len(tokens) - 1] for tap in states(tokens)])
     for step in range(len(drafted) + 1):
@@ -71,47 +71,47 @@ def test_every_distribution_is_the_heads_own_warped():
     assert draft.lengths.tolist() == [4]
     tokens = draft.tokens[0].tolist()
     for j in range(4):
-        said = logits(TEXT, tokens[:j])
-        dist = warp(said[None, None], [WARM], vocab=DraftVocab.of(torch.tensor(IDS), V))
+        scores = logits(TEXT, tokens[:j])
+        dist = warp(scores[None, None], [WARM], vocab=DraftVocab.of(torch.tensor(IDS), V))
         torch.testing.assert_close(draft.q.probs()[:, j], dist.probs()[:, 0])
 
 
 def test_greedy_tokens_are_the_heads_most_likely_and_carry_no_distribution():
     context = asked(TEXT, GREEDY)
     draft = HeadDrafter(unpacked()).propose([context], [3], rng_of([context]))
-    said: list[int] = []
+    tokens: list[int] = []
     for _ in range(3):
-        said.append(IDS[int(logits(TEXT, said).argmax())])
-    assert draft.tokens.tolist() == [said]
+        tokens.append(IDS[int(logits(TEXT, tokens).argmax())])
+    assert draft.tokens.tolist() == [tokens]
     assert draft.q is None
 
 
-def test_what_was_drafted_is_forgotten_and_what_was_kept_is_read_with_true_states():
+def test_drafted_states_are_dropped_and_kept_tokens_are_read_with_true_states():
     context, drafter = asked(TEXT[:5]), HeadDrafter(unpacked())
     for stop in (7, 8, 12):
         drafter.propose([context], [4], rng_of([context]))
         before = len(context.tokens)
         context.tokens = TEXT[:stop]
-        context.shown = shown(context.tokens, before - 1)
+        context.target_outputs = outputs(context.tokens, before - 1)
     draft = drafter.propose([context], [2], rng_of([context]))
     torch.testing.assert_close(draft.q.logits[0, 0], logits(TEXT, []))
     assert not drafter._memory._rows[0].waiting, "nothing is read twice"
 
 
-def test_what_was_shown_while_nothing_was_wanted_is_read_later():
+def test_states_received_while_k_was_zero_are_read_later():
     context, drafter = asked(TEXT[:5]), HeadDrafter(unpacked())
     for stop in (7, 8, 12):
         assert drafter.propose([context], [0], rng_of([context])).lengths.tolist() == [0]
         before = len(context.tokens)
         context.tokens = TEXT[:stop]
-        context.shown = shown(context.tokens, before - 1)
+        context.target_outputs = outputs(context.tokens, before - 1)
     draft = drafter.propose([context], [1], rng_of([context]))
     torch.testing.assert_close(draft.q.logits[0, 0], logits(TEXT, []))
 
 
-@pytest.mark.parametrize("length", [WIDE, WIDE + 1, WIDE + 2, 60])
+@pytest.mark.parametrize("length", [MAX_BATCHED, MAX_BATCHED + 1, MAX_BATCHED + 2, 60])
 def test_a_long_prompt_is_read_in_parts(length, monkeypatch):
-    monkeypatch.setattr("draftproof.drafters.head.AT_ONCE", 7)
+    monkeypatch.setattr("draftproof.drafters.head.POSITIONS_PER_PASS", 7)
     text = torch.randint(V, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     contexts = [asked(TEXT, name=1), asked(text)]
     draft = HeadDrafter(unpacked()).propose(contexts, [2, 2], rng_of(contexts))
@@ -124,7 +124,7 @@ def test_rows_come_and_go_and_keep_what_was_read():
     drafter = HeadDrafter(unpacked())
     first = [asked(TEXT[:6], name=0), asked(TEXT[:9], name=1), asked(TEXT[:4], name=2)]
     drafter.propose(first, [3, 3, 3], rng_of(first))
-    stays = Row(1, TEXT[:11], 9, WARM, shown(TEXT[:11], 8))
+    stays = Row(1, TEXT[:11], 9, WARM, outputs(TEXT[:11], 8))
     again = [asked(TEXT[2:8], name=7), stays]
     draft = drafter.propose(again, [2, 2], rng_of(again))
     torch.testing.assert_close(draft.q.logits[0, 0], logits(TEXT[2:8], []))
@@ -138,21 +138,21 @@ def test_the_cache_grows_with_the_text():
         drafter.propose([context], [2], rng_of([context]))
         n = len(context.tokens)
         context.tokens += [1, 2, 3, 4, 5]
-        context.shown = TargetOutputs(n + 4, None, tuple(torch.zeros(5, 16) for _ in trained().shape.taps))
+        context.target_outputs = TargetOutputs(n + 4, None, tuple(torch.zeros(5, 16) for _ in trained().shape.taps))
     assert drafter._memory._cache.capacity >= 340
 
 
 def test_without_states_there_is_no_draft():
     drafter = HeadDrafter(unpacked())
-    unseen, seen, behind = row(0, TEXT, WARM), asked(TEXT, name=1), asked(TEXT, name=2)
-    behind.tokens = [*TEXT, 3]  # shown up to the token before the last but one
-    contexts = [unseen, seen, behind, row(3, [4], WARM)]
+    unknown, known, late = row(0, TEXT, WARM), asked(TEXT, name=1), asked(TEXT, name=2)
+    late.tokens = [*TEXT, 3]  # the state of the token before the last is missing
+    contexts = [unknown, known, late, row(3, [4], WARM)]
     assert drafter.propose(contexts, [3] * 4, rng_of(contexts)).lengths.tolist() == [0, 3, 0, 0]
-    alone = HeadDrafter(unpacked()).propose([unseen], [3], rng_of([unseen]))
+    alone = HeadDrafter(unpacked()).propose([unknown], [3], rng_of([unknown]))
     assert alone.tokens.shape == (1, 0)
 
 
-def test_states_that_were_never_shown_count_as_nothing():
+def test_states_that_never_arrived_count_as_zeros():
     context = asked(TEXT, first=6)
     draft = HeadDrafter(unpacked()).propose([context], [2], rng_of([context]))
     assert draft.lengths.tolist() == [2]
@@ -173,7 +173,7 @@ def test_penalties_count_what_was_drafted():
         torch.testing.assert_close(draft.q.probs()[:, j], dist.probs()[:, 0])
 
 
-def test_a_reduced_vocabulary_is_all_there_is():
+def test_only_tokens_of_the_reduced_vocabulary_are_drafted():
     contexts = [asked(TEXT, SamplingParams(), name) for name in range(40)]
     draft = HeadDrafter(unpacked(3)).propose(contexts, [3] * 40, rng_of(contexts))
     assert set(draft.tokens.flatten().tolist()) == set(IDS[:3])
@@ -190,7 +190,7 @@ def test_a_greedy_row_beside_a_warm_one_has_its_most_likely_token():
     assert draft.q.point[1].tolist() == [PAD, PAD]
 
 
-def test_a_draft_ends_behind_a_weak_token_which_is_submitted():
+def test_a_draft_ends_after_a_weak_token_which_is_submitted():
     contexts = [asked(TEXT, SamplingParams(), name) for name in range(30)]
     whole = HeadDrafter(unpacked()).propose(contexts, [4] * 30, rng_of(contexts))
     short = HeadDrafter(unpacked(), confidence=0.3).propose(contexts, [4] * 30, rng_of(contexts))
@@ -210,9 +210,9 @@ def test_a_greedy_draft_ends_where_the_head_is_unsure():
     assert short.q is None
 
 
-def test_where_the_head_gives_no_distribution_the_draft_ends():
+def test_a_row_without_a_valid_distribution_ends_its_draft():
     broken, sound = asked(TEXT, name=0), asked(TEXT, name=1)
-    broken.shown = TargetOutputs(11, None, tuple(tap * torch.nan for tap in broken.shown.hidden))
+    broken.target_outputs = TargetOutputs(11, None, tuple(tap * torch.nan for tap in broken.target_outputs.hidden))
     contexts = [broken, sound]
     assert HeadDrafter(unpacked()).propose(contexts, [3, 3], rng_of(contexts)).lengths.tolist() == [0, 3]
     tree = HeadDrafter(unpacked(), branches=2).propose(contexts, [3, 3], rng_of(contexts))
@@ -223,7 +223,7 @@ def test_where_the_head_gives_no_distribution_the_draft_ends():
 
 
 def paths(tokens: list[int], depth: int) -> dict[tuple[int, ...], float]:
-    """Every path and its probability, each asked for by itself."""
+    """Compute the probability of every path, one path at a time."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for n in range(depth):
         for path in product(range(V), repeat=n):
@@ -233,7 +233,7 @@ def paths(tokens: list[int], depth: int) -> dict[tuple[int, ...], float]:
 
 
 def lines(draft, b: int = 0) -> list[tuple[int, ...]]:
-    """The path that ends in each slot."""
+    """Return the path that ends in each slot."""
     made: list[tuple[int, ...]] = []
     for slot in range(int(draft.lengths[b])):
         parent = int(draft.parents[b, slot])
@@ -245,22 +245,22 @@ def test_a_greedy_tree_holds_the_likeliest_paths():
     context, known = asked(TEXT, GREEDY), paths(TEXT, 4)
     draft = HeadDrafter(unpacked(), branches=V).propose([context], [9], rng_of([context]))
     best = sorted((path for path in known if path), key=lambda path: -known[path])[:9]
-    assert max(map(len, best)) == 3, "deep enough to tell, and no deeper than was looked at"
+    assert max(map(len, best)) == 3, "the paths must reach level 3, and none may be deeper than `paths` goes"
     assert lines(draft) == best
     assert draft.q is None
 
 
 def test_a_node_is_scored_as_if_its_path_were_the_only_one():
-    """Three levels of two nodes, in two rows of different lengths; parents cross over."""
+    """Grow three levels of two nodes in two rows of different lengths, with crossing parents."""
     head, contexts = unpacked(), [asked(TEXT, GREEDY, 0), asked(TEXT[:7], GREEDY, 1)]
     reader = HeadReader(head)
-    assert reader.notice(contexts) == [True, True]
+    assert reader.receive(contexts) == [True, True]
     level = Level(reader.catch_up(contexts, [True, True], 6)[:, None], torch.zeros((2, 1, 0), dtype=torch.bool))
     tokens = torch.tensor([[[6, 1], [3, 5], [2, 0]], [[4, 7], [0, 2], [5, 5]]])
     parents = torch.tensor([[[0, 0], [1, 0], [1, 1]], [[0, 0], [0, 0], [1, 0]]])
     lines: list[list[list[int]]] = [[[]], [[]]]
     for d in range(3):
-        level = level.behind(tokens[:, d], parents[:, d], reader.branch)
+        level = level.next(tokens[:, d], parents[:, d], reader.branch)
         for b, context in enumerate(contexts):
             pairs = zip(parents[b, d].tolist(), tokens[b, d].tolist(), strict=True)
             lines[b] = [[*lines[b][parent], token] for parent, token in pairs]
@@ -275,10 +275,12 @@ def test_a_drawn_path_has_the_likeliest_others_beside_it():
     assert draft.parents[0].tolist() == [ROOT] * 3 + [0] * 3 + [3] * 2
     vocab = DraftVocab.of(torch.tensor(IDS[:6]), V)
     for start, path in ((0, []), (3, [0]), (6, [0, 3])):
-        said = logits(TEXT, draft.tokens[0, path].tolist(), 6)
-        torch.testing.assert_close(draft.q.probs()[:, start], warp(said[None, None], [WARM], vocab=vocab).probs()[:, 0])
+        scores = logits(TEXT, draft.tokens[0, path].tolist(), 6)
+        torch.testing.assert_close(
+            draft.q.probs()[:, start], warp(scores[None, None], [WARM], vocab=vocab).probs()[:, 0]
+        )
         first = int(draft.tokens[0, start])
-        others = [IDS[r] for r in said.argsort(descending=True).tolist() if IDS[r] != first]
+        others = [IDS[r] for r in scores.argsort(descending=True).tolist() if IDS[r] != first]
         assert draft.tokens[0, start + 1 : start + 3].tolist() == others[: 2 if start < 6 else 1]
 
 
@@ -292,10 +294,10 @@ def test_trees_of_rows_together_are_their_trees_alone():
         assert len(lines(alone)) == most
 
 
-def test_a_tree_leaves_nothing_behind_in_the_cache():
+def test_a_tree_leaves_nothing_in_the_cache():
     context, drafter = asked(TEXT[:8], GREEDY), HeadDrafter(unpacked(), branches=3)
     drafter.propose([context], [7], rng_of([context]))
-    context.tokens, context.shown = list(TEXT), shown(TEXT, 7)
+    context.tokens, context.target_outputs = list(TEXT), outputs(TEXT, 7)
     fresh = asked(TEXT, GREEDY)
     assert lines(drafter.propose([context], [7], rng_of([context]))) == lines(
         HeadDrafter(unpacked(), branches=3).propose([fresh], [7], rng_of([fresh]))
@@ -311,15 +313,17 @@ def test_more_branches_than_tokens_are_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("branches", [1, 2])
 def test_on_a_gpu_the_drafts_are_those_of_the_cpu(branches):
-    there = FittedHead.on(trained(), torch.tensor(IDS[:6]), copy.deepcopy(llama()).cuda())
+    on_gpu = FittedHead.on(trained(), torch.tensor(IDS[:6]), copy.deepcopy(llama()).cuda())
     contexts = [asked(TEXT, GREEDY, 0), asked(TEXT[:7], WARM, 1), asked(TEXT[:9], SamplingParams(), 2)]
     rng = rng_of(contexts)
-    here = HeadDrafter(unpacked(6), branches=branches).propose(contexts, [4, 5, 3], rng)
+    expected = HeadDrafter(unpacked(6), branches=branches).propose(contexts, [4, 5, 3], rng)
     for context in contexts:
-        context.shown = TargetOutputs(context.shown.stop, None, tuple(tap.cuda() for tap in context.shown.hidden))
-    draft = HeadDrafter(there, branches=branches).propose(
+        context.target_outputs = TargetOutputs(
+            context.target_outputs.stop, None, tuple(tap.cuda() for tap in context.target_outputs.hidden)
+        )
+    draft = HeadDrafter(on_gpu, branches=branches).propose(
         contexts, [4, 5, 3], Philox(rng.seeds.cuda(), rng.starts.cuda())
     )
-    assert draft.tokens.tolist() == here.tokens.tolist()
+    assert draft.tokens.tolist() == expected.tokens.tolist()
     if branches == 1:
-        torch.testing.assert_close(draft.q.probs().cpu(), here.q.probs(), atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(draft.q.probs().cpu(), expected.q.probs(), atol=1e-4, rtol=1e-3)

@@ -1,4 +1,4 @@
-"""A tree of the likeliest paths is the same where nobody may look at it while it grows."""
+"""Head trees are the same with and without synchronisations (CPU and GPU path), and hold the most likely paths."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ V, STATES = 6, 40
 
 
 class World:
-    """A head that is a table: its state is a number, and what follows hangs on it alone."""
+    """A head that is a table: its state is a number, which alone decides the next distribution."""
 
     def __init__(self, seed, c, kind):
         numbers = torch.Generator().manual_seed(seed)
@@ -38,7 +38,7 @@ class World:
         return grow_levels(starts, slots, width or self.c, self.score, self.follow)
 
     def likeliest(self, b, most):
-        """Best first, one path after another, with any number of followers: (path, log-probability), falling."""
+        """Find the most likely paths by best-first search, in falling order, with any number of children per node."""
         done, open_paths = [], [((), 0.0, b * 5)]
         while open_paths and len(done) <= most:
             open_paths.sort(key=lambda entry: -entry[1])
@@ -60,33 +60,34 @@ def paths(draft, b):
 
 
 @pytest.fixture
-def elsewhere(monkeypatch):
+def gpu_path(monkeypatch):
+    """Return a function that makes the CPU count as a GPU."""
     return lambda: monkeypatch.setattr(core_device, "HOST", "none")
 
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "impossible", "broken"])
 @pytest.mark.parametrize("c", [1, 2, 3])
-def test_the_same_tree_grows_elsewhere(c, kind, elsewhere):
+def test_the_gpu_path_grows_the_same_tree(c, kind, gpu_path):
     slots, passes = [5, 0, 8], [0, 0]
     worlds = [World(seed, c, kind) for seed in range(12)]
-    here = [world.grown(slots) for world in worlds]
+    on_cpu = [world.grown(slots) for world in worlds]
     passes[0] = sum(world.passes for world in worlds)
-    elsewhere()
-    for world, draft in zip(worlds, here, strict=True):
-        there, K = world.grown(slots), draft.tokens.shape[1]
-        assert torch.equal(there.lengths, draft.lengths)
-        assert torch.equal(there.tokens[:, :K], draft.tokens)
-        assert torch.equal(there.parents[:, :K], draft.parents)
-        assert (there.tokens[:, K:] == PAD).all()
+    gpu_path()
+    for world, draft in zip(worlds, on_cpu, strict=True):
+        on_gpu, K = world.grown(slots), draft.tokens.shape[1]
+        assert torch.equal(on_gpu.lengths, draft.lengths)
+        assert torch.equal(on_gpu.tokens[:, :K], draft.tokens)
+        assert torch.equal(on_gpu.parents[:, :K], draft.parents)
+        assert (on_gpu.tokens[:, K:] == PAD).all()
     passes[1] = sum(world.passes for world in worlds) - passes[0]
     assert passes[1] == len(worlds) * 7, "a level for each slot but the first, as a chain would take"
     assert passes[0] < passes[1] or c == 1 or kind == "broken"
 
 
 @pytest.mark.parametrize("kind", ["plain", "impossible"])
-def test_it_holds_the_likeliest_paths_there_too(kind, elsewhere):
-    """All of a level are followed, so that none can be missed."""
-    elsewhere()
+def test_the_gpu_path_holds_the_likeliest_paths(kind, gpu_path):
+    """All nodes of a level are expanded, so that no path can be missed."""
+    gpu_path()
     for seed in range(6):
         world = World(seed, 2, kind)
         draft = world.grown([6, 3], width=64)

@@ -1,3 +1,5 @@
+"""Model drafts carry the distribution of a plain forward pass, after any sequence of rounds."""
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,12 +26,12 @@ WARPS = [
 
 
 def plain_logits(model: Model, tokens: list[int]) -> Tensor:
-    """Behind the last token, by one pass over the whole text and a cache that nobody has used."""
+    """Compute the logits after the last token by one pass over the whole text with a new cache."""
     return model(torch.tensor([tokens], device=model.device), model.new_cache(1), scored=1).logits[0, 0].cpu()
 
 
 def expected(model: Model, r: Row, drafted: list[int], sampling: SamplingParams, V: int) -> Tensor:
-    """The distribution of the next token from the definition: plain forward, cut to the target's vocabulary, warp."""
+    """Compute the next token's distribution by definition: plain forward, cut to the target's vocabulary, warp."""
     logits = plain_logits(model, [*r.tokens, *drafted])[:V]
     if len(logits) < V:
         logits = torch.cat([logits, logits.new_full((V - len(logits),), -torch.inf)])
@@ -38,20 +40,20 @@ def expected(model: Model, r: Row, drafted: list[int], sampling: SamplingParams,
 
 
 def check_distributions(model: Model, rows: list[Row], draft: Draft, vocab_size: int = V) -> int:
-    """Every declared distribution is the one of the definition; how many were looked at."""
+    """Check every declared distribution against the definition; return how many were checked."""
     if draft.q is None:
         return 0
-    probs, looked = draft.q.probs().cpu(), 0
+    probs, checked = draft.q.probs().cpu(), 0
     for b, r in enumerate(rows):
         for i in range(int(draft.lengths[b])):
             wanted = expected(model, r, draft.tokens[b, :i].tolist(), r.sampling, vocab_size)
             torch.testing.assert_close(probs[b, i], wanted, atol=1e-5, rtol=0)
-            looked += 1
-    return looked
+            checked += 1
+    return checked
 
 
 def go_on(rows: list[Row], draft: Draft, numbers: torch.Generator) -> None:
-    """Keep some of each draft, all of it about half of the time, and close with any token."""
+    """Keep some of each draft, all of it about half of the time, and append a random last token."""
     for b, r in enumerate(rows):
         n = int(draft.lengths[b])
         kept = min(n, int(torch.randint(2 * n + 1, (), generator=numbers)))
@@ -62,18 +64,18 @@ def go_on(rows: list[Row], draft: Draft, numbers: torch.Generator) -> None:
 def test_the_distribution_is_the_plain_forward_s_after_ragged_rounds_with_rejections(model):
     drafter, numbers = ModelDrafter(model), torch.Generator().manual_seed(0)
     rows = [row(b, torch.randint(V, (3 + 4 * b,), generator=numbers).tolist(), s) for b, s in enumerate(WARPS)]
-    looked = 0
+    checked = 0
     for i in range(4):
         draft = drafter.propose(rows, [(b + i) % 5 for b in range(len(rows))], rng_of(rows))
-        looked += check_distributions(model, rows, draft)
+        checked += check_distributions(model, rows, draft)
         go_on(rows, draft, numbers)
         if i == 1:  # one leaves, one enters with a long text, and the order changes
             rows = [rows[3], row(9, [1, 2, 3] * 6, WARPS[1]), *rows[:3]]
-    assert looked > 30
+    assert checked > 30
 
 
-def test_the_closing_token_and_the_last_drafted_one_are_read_when_all_were_kept():
-    """vLLM#9730: their keys and values were missing. The next distribution then followed another text."""
+def test_the_bonus_token_and_the_last_drafted_one_are_read_when_all_were_kept():
+    """vLLM#9730: their keys and values were missing, so the next distribution belonged to another text."""
     model, r = tiny_llama(), row(0, [1, 2, 3])
     drafter = ModelDrafter(model)
     draft = drafter.propose([r], [3], rng_of([r]))
@@ -81,8 +83,8 @@ def test_the_closing_token_and_the_last_drafted_one_are_read_when_all_were_kept(
     assert check_distributions(model, [r], drafter.propose([r], [2], rng_of([r]))) == 2
 
 
-def test_rounds_in_which_nothing_was_asked_for_are_made_up_for():
-    """Then more than a closing token has come, and what was drafted long ago may stand where other tokens do."""
+def test_rounds_without_a_draft_are_caught_up_with():
+    """Then more than one token is new, and tokens drafted earlier may lie where the text has others."""
     model, r = tiny_llama(), row(0, [1, 2, 3])
     drafter = ModelDrafter(model)
     drafted = drafter.propose([r], [4], rng_of([r])).tokens[0].tolist()
@@ -93,7 +95,7 @@ def test_rounds_in_which_nothing_was_asked_for_are_made_up_for():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_tokens_are_drawn_from_that_distribution_with_the_noise_given(shared):
+def test_the_tokens_are_drawn_from_that_distribution_with_the_rng_given(shared):
     rows = [row(b, [b, 1, 2], s) for b, s in enumerate(WARPS)]
     rng = rng_of(rows, shared=shared)
     draft = ModelDrafter(toy()).propose(rows, [4] * len(rows), rng)
@@ -122,7 +124,7 @@ def test_the_drafter_s_own_temperature_is_the_one_declared():
 
 @pytest.mark.parametrize("size", [V + 3, V - 2], ids=["larger", "smaller"])
 def test_a_vocabulary_padded_otherwise_is_cut_or_widened(size):
-    """Tokens that only one of the two has are neither drawn nor given a share, nor trip the drafter up in a text."""
+    """Tokens that only one of the two has are never drawn, have probability 0, and may occur in a text."""
     model, numbers = toy(size), torch.Generator().manual_seed(3)
     rows = [row(b, [5, 4, b], s) for b, s in enumerate(WARPS)]
     readable = [row(r.id, [t if t < size else 0 for t in r.tokens], r.sampling) for r in rows]
@@ -152,7 +154,7 @@ def test_a_weak_token_is_submitted_and_ends_the_draft():
         assert draft.tokens[b, : first[b]].tolist() == every.tokens[b, : first[b]].tolist()
 
 
-def test_in_a_tree_the_drawn_slot_stands_first_and_the_likeliest_others_behind_it():
+def test_in_a_tree_the_drawn_slot_comes_first_and_the_likeliest_others_after_it():
     model, rows = toy(), [row(b, [b, 1]) for b in range(5)]
     draft = ModelDrafter(model, branches=3).propose(rows, [5, 6, 3, 1, 0], rng_of(rows))
     chain = ModelDrafter(model).propose(rows, [1] * 5, rng_of(rows))
@@ -180,7 +182,7 @@ def test_a_row_with_no_positions_left_drafts_nothing_and_the_others_go_on():
     assert drafter.propose(rows, [5, 5, 5, 5], rng_of(rows)).lengths.tolist() == [5, 0, 0, 0]
 
 
-def test_a_row_whose_logits_are_no_numbers_drafts_nothing():
+def test_a_row_with_nan_logits_drafts_nothing():
     table = toy().table.clone()
     table[2, 2] = torch.nan
     rows = [row(0, [2, 2]), row(1, [1, 3])]
@@ -190,7 +192,7 @@ def test_a_row_whose_logits_are_no_numbers_drafts_nothing():
 
 
 class Counting:
-    """A model that counts its passes and the tokens in them."""
+    """A model that records the shape of each pass."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -214,7 +216,7 @@ def test_a_round_costs_a_pass_for_each_token_and_a_text_is_read_once():
     drafter, r = ModelDrafter(model), row(0, [1, 2, 3] * 10)
     draft = drafter.propose([r], [4], rng_of([r]))
     assert model.passes == [(1, 29), (1, 1), (1, 1), (1, 1), (1, 1)]
-    r.tokens += [*draft.tokens[0, :4].tolist(), 0]  # all kept: the last drafted token and the closing one are new
+    r.tokens += [*draft.tokens[0, :4].tolist(), 0]  # all kept: the last drafted token and the bonus token are new
     model.passes.clear()
     draft = drafter.propose([r], [2], rng_of([r]))
     assert model.passes == [(1, 2), (1, 1)]
@@ -265,7 +267,7 @@ def test_wrong_settings_are_refused_by_name(wrong, message):
         ModelDrafter(toy(), **wrong)
 
 
-def test_noise_of_other_rounds_gives_other_drafts():
+def test_random_numbers_of_other_rounds_give_other_drafts():
     rows = [row(b, [b % V, 1]) for b in range(20)]
     rng = rng_of(rows)
     later = Philox(rng.seeds, rng.starts + 1)

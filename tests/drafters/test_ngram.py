@@ -1,3 +1,5 @@
+"""N-gram drafts: back-off, ties, early ends, fillers, trees and bounded cost."""
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ def guess(drafter: NGram, r: Row, k: int) -> list[int]:
 
 
 def test_the_longest_known_run_decides():
-    # behind 2 alone stands 9 most often, behind 1 2 stands 3
+    # 9 follows 2 most often, but 3 follows 1 2
     assert guess(NGram(3), row(0, [1, 2, 3, 2, 9, 2, 9, 5, 1, 2]), 1) == [3]
 
 
@@ -29,15 +31,15 @@ def test_a_draft_ends_where_nothing_is_known():
     assert guess(NGram(3), row(0, [1, 2, 3]), 4) == []
 
 
-def test_behind_a_replaced_token_the_old_text_goes_on():
+def test_after_a_replaced_token_the_old_text_continues():
     text = [1, 2, 3, 4, 5, 6]
-    assert guess(NGram(), row(0, [*text, 1, 2, 9]), 2) == [4, 5]  # 9 for 3
-    assert guess(NGram(), row(0, [*text, 9]), 2) == []  # nothing was to be expected behind 6
+    assert guess(NGram(), row(0, [*text, 1, 2, 9]), 2) == [4, 5]  # 9 in place of 3
+    assert guess(NGram(), row(0, [*text, 9]), 2) == []  # nothing was expected after 6
     assert guess(NGram(), row(0, [*text, 3, 8, 1, 2, 9]), 2) == [4, 5]
     assert guess(NGram(), row(0, [7]), 2) == []
 
 
-def test_what_is_known_of_a_token_goes_before_what_it_replaced():
+def test_followers_of_the_last_token_come_before_those_of_the_token_it_replaced():
     assert guess(NGram(), row(0, [9, 7, 1, 2, 3, 4, 1, 2, 9]), 1) == [7]
 
 
@@ -47,15 +49,13 @@ def test_a_replaced_token_is_trusted_less():
 
 
 def test_never_stopping_goes_on_with_the_most_frequent_token():
-    assert guess(NGram(3, stop_at_unknown=False), row(0, [2, 4, 2, 5]), 2) == [
-        2,
-        5,
-    ]  # 2 stood twice; behind 2 stood 5 last
+    # 2 is the most frequent token, and 5 followed it last
+    assert guess(NGram(3, stop_at_unknown=False), row(0, [2, 4, 2, 5]), 2) == [2, 5]
 
 
 def test_a_path_that_seems_unlikely_ends():
     text = row(0, [1, 2, 3, 4, 5, 6, 7, 1])
-    assert guess(NGram(2, least=0.2), text, 6) == [2, 3]  # 1/2 a step behind runs of one token
+    assert guess(NGram(2, least=0.2), text, 6) == [2, 3]  # 1/2 per step after runs of one token
     assert guess(NGram(5, least=0.2), text, 6) == [2, 3, 4, 5]  # 1/2 · 2/3 · 3/4 · 4/5: the run grows
 
 
@@ -66,24 +66,24 @@ def test_what_was_emitted_is_learnt():
     assert guess(drafter, r, 2) == [2, 3]
 
 
-def test_runners_up_of_the_target_fill_in_what_was_never_seen():
+def test_likely_tokens_of_the_target_fill_in_what_never_occurred():
     drafter, r = NGram(3, fillers=2), row(0, [1, 2])
     assert features_of(drafter).top == 2
-    r.tokens += [5, 7]  # 5 was kept, 7 closed; the pass scored 2 and 5
-    r.shown = TargetOutputs(stop=3, top=torch.tensor([[5, 8], [7, 6]]))
+    r.tokens += [5, 7]  # 5 was kept, 7 is the round's last token; the pass scored 2 and 5
+    r.target_outputs = TargetOutputs(stop=3, top=torch.tensor([[5, 8], [7, 6]]))
     guess(drafter, r, 1)
     r.tokens += [5]
-    assert guess(drafter, r, 1) == [7]  # seen
+    assert guess(drafter, r, 1) == [7]  # it occurred
     r.tokens = [1, 2, 5, 7, 5, 8]
-    r.shown = TargetOutputs(stop=5, top=torch.tensor([[4, 4]]))
-    assert guess(drafter, r, 1) == [5]  # nobody has said what follows 8: 5 followed 7, in whose place it stands
-    r.shown = TargetOutputs(stop=6, top=torch.tensor([[4, 3]]))
-    assert guess(drafter, r, 1) == [4]  # the target has: 4 first
+    r.target_outputs = TargetOutputs(stop=5, top=torch.tensor([[4, 4]]))
+    assert guess(drafter, r, 1) == [5]  # nothing is known after 8: 5 followed 7, which 8 replaces
+    r.target_outputs = TargetOutputs(stop=6, top=torch.tensor([[4, 3]]))
+    assert guess(drafter, r, 1) == [4]  # now the target has scored 8: 4 is its most likely token
 
 
-def test_fillers_are_counted_once_and_less_than_what_was_seen():
+def test_fillers_are_counted_once_and_weigh_less_than_tokens_that_occurred():
     drafter, r = NGram(2, fillers=1), row(0, [1, 2, 1])
-    r.shown = TargetOutputs(stop=3, top=torch.tensor([[9]]))
+    r.target_outputs = TargetOutputs(stop=3, top=torch.tensor([[9]]))
     assert all(guess(drafter, r, 1) == [2] for _ in range(9))
 
 
@@ -113,7 +113,7 @@ def test_wrong_settings_are_refused_by_name(wrong):
 
 
 def test_the_cost_of_a_round_does_not_grow_with_the_text():
-    """Counted and not timed: only new tokens are read."""
+    """Count the tokens accessed, without timing: only new ones are read."""
     drafter, r = NGram(), row(0, [i % 50 for i in range(2000)])
     guess(drafter, r, 4)
     r.tokens = Watched([*r.tokens, 1, 2])

@@ -1,3 +1,5 @@
+"""Prompt lookup copies what a search through the whole text would."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ def guess(drafter: PromptLookup, tokens: list[int], k: int) -> list[int]:
 
 
 def by_hand(tokens: list[int], longest: int, k: int) -> list[int]:
-    """The definition: search from the end, longest match first; a match that runs into the end repeats."""
+    """Search from the end, longest match first; a copy that reaches the end of the text repeats itself."""
     for size in range(min(longest, len(tokens) - 1), 0, -1):
         for at in range(len(tokens) - size - 1, -1, -1):
             if tokens[at : at + size] == tokens[-size:]:
@@ -43,7 +45,7 @@ def test_the_most_recent_of_equal_matches_is_copied():
     assert guess(PromptLookup(2), [1, 2, 5, 1, 2, 6, 1, 2], 1) == [6]
 
 
-def test_a_match_shorter_than_the_shortest_is_none():
+def test_a_match_below_the_shortest_length_is_ignored():
     assert guess(PromptLookup(3, 2), [1, 5, 6, 1], 2) == []
 
 

@@ -1,3 +1,5 @@
+"""Drafters are made from their names; anything else is refused."""
+
 import pytest
 
 from drafters.every_drafter import tiny_llama, toy
@@ -12,7 +14,7 @@ from draftproof.drafters.suffix import Suffix
 @pytest.mark.parametrize(("name", "kind"), [("ngram", NGram), ("prompt-lookup", PromptLookup), ("suffix", Suffix)])
 def test_a_name_makes_its_drafter(name, kind):
     assert type(resolve(name)) is kind
-    assert resolve(name) is not resolve(name)  # what one remembers is not the other's
+    assert resolve(name) is not resolve(name)  # drafters share no state
 
 
 def test_early_exit_is_made_of_the_target():
@@ -40,7 +42,7 @@ def test_branches_make_a_tree(name):
         ("early-exit", "as in \"early-exit:6\"; got 'early-exit'"),
         ("early-exit:two", "wants a number of layers"),
         ("early-exit:9", "has 2 layers"),
-        (3, "must have a method propose"),
+        (3, r"must have a method propose\(contexts, k, rng\); int has none"),
     ],
 )
 def test_what_is_no_drafter_is_refused_and_the_names_are_listed(spec, message):
@@ -60,6 +62,6 @@ def test_prompt_lookup_makes_no_trees():
         resolve("prompt-lookup", branches=2)
 
 
-def test_names_are_told_from_models():
+def test_names_of_drafters_are_distinguished_from_models():
     assert all(map(is_name, [*DRAFTERS, "early-exit:6", "early-exit", "head", "head:./mine", "suffix+head", "auto"]))
     assert not any(map(is_name, ["Qwen/Qwen3-0.6B", "./model", "smollm2"]))

@@ -1,9 +1,11 @@
+"""Suffix drafts: the automaton against a search by definition, then what the drafter does with it."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.toy_rounds import rng_of, row
-from draftproof.drafters.suffix import COUNTED, Automaton, Suffix, read_corpus
+from draftproof.drafters.suffix import MAX_COUNTED_LINKS, Automaton, Suffix, read_corpus
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=16)
 
@@ -14,7 +16,7 @@ def guess(drafter: Suffix, tokens: list[int], k: int) -> list[int]:
 
 
 def places(text: list[int], run: list[int]) -> list[int]:
-    """The indices behind every occurrence."""
+    """Return the position after every occurrence of `run`."""
     return [i + len(run) for i in range(len(text) - len(run) + 1) if text[i : i + len(run)] == run]
 
 
@@ -54,8 +56,8 @@ def test_followers_are_all_there_are_by_count_then_the_latest(text, other):
     automaton = Automaton.of([text])
     match = automaton.match(other)
     run = other[len(other) - match.length :]
-    behind = [i for i in places(text, run) if i < len(text)]
-    rank = {text[i]: (sum(text[j] == text[i] for j in behind), i) for i in behind}  # the last i stays
+    after = [i for i in places(text, run) if i < len(text)]
+    rank = {text[i]: (sum(text[j] == text[i] for j in after), i) for i in after}  # the last i wins
     expected = sorted(rank, key=rank.__getitem__, reverse=True) if match.length else []
     found = [follower.token for follower, _ in automaton.followers(match, len(expected) or 1)]
     if expected:
@@ -63,32 +65,32 @@ def test_followers_are_all_there_are_by_count_then_the_latest(text, other):
 
 
 def test_reading_a_text_of_one_token_takes_linear_time():
-    """Counted and not timed: an occurrence is tallied up a bounded number of links."""
+    """Count the steps, without timing: an occurrence is counted along a bounded number of links."""
     automaton = Automaton()
     automaton.read([1] * 500)
     assert automaton.repeated().length == 499
     assert max(automaton._count) <= 500
-    assert sum(automaton._count) <= 500 * COUNTED
+    assert sum(automaton._count) <= 500 * MAX_COUNTED_LINKS
 
 
-def test_the_draft_is_as_long_as_the_match_deserves():
+def test_a_longer_match_gives_a_longer_draft():
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert guess(Suffix(), [*text, 0, 1], 9) == [2, 3, 4, 5]  # 1/2, 1/3, 1/4, 1/5
     assert guess(Suffix(), [*text, 0, 1, 2, 3], 9) == [4, 5, 6, 7, 8, 9, 10, 11, 12]
 
 
-def test_behind_a_replaced_token_the_old_text_goes_on():
+def test_after_a_replaced_token_the_old_text_continues():
     text = [1, 2, 3, 4, 5, 6]
-    assert guess(Suffix(), [*text, 1, 2, 9], 2) == [4, 5]  # 9 for 3
-    assert guess(Suffix(), [*text, 9], 2) == []  # nothing was to be expected behind 6
-    assert guess(Suffix(), [9, 7, *text, 1, 2, 9], 1) == [7]  # 9 is known
+    assert guess(Suffix(), [*text, 1, 2, 9], 2) == [4, 5]  # 9 in place of 3
+    assert guess(Suffix(), [*text, 9], 2) == []  # nothing was expected after 6
+    assert guess(Suffix(), [9, 7, *text, 1, 2, 9], 1) == [7]  # 9 occurred before
     assert len(guess(Suffix(), [*text, 0, 1, 2, 3], 6)) == 6
     assert len(guess(Suffix(), [*text, 1, 2, 9], 6)) == 3  # 2/5 of the trust that a match of 3 would have
 
 
 @settings(deadline=None)
 @given(texts, st.integers(0, 3))
-def test_what_was_to_be_expected_followed_the_longest_end_that_something_else_followed(text, last):
+def test_the_expected_token_followed_the_longest_suffix_that_another_token_followed(text, last):
     automaton = Automaton()
     automaton.read([*text, last])
 
@@ -115,7 +117,7 @@ def test_a_corpus_is_used_where_it_matches_longer(tmp_path):
     assert guess(Suffix(), [2, 9, 1, 2], 2) == [9, 1]
 
 
-def test_texts_of_a_corpus_do_not_run_into_each_other():
+def test_no_match_spans_two_texts_of_a_corpus():
     assert guess(Suffix(corpus=[[1, 2], [3, 4]]), [1, 2], 3) == []
 
 
@@ -127,7 +129,7 @@ def test_a_file_that_holds_no_token_ids_is_refused(tmp_path):
 
 
 def test_earlier_outputs_are_kept_in_two_generations(monkeypatch):
-    monkeypatch.setattr("draftproof.drafters.suffix.KEPT", 20)
+    monkeypatch.setattr("draftproof.drafters.suffix.KEPT_TOKENS", 20)
     drafter = Suffix(keep=True)
     for name in range(8):
         r = row(name, [50])

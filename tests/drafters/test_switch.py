@@ -1,4 +1,4 @@
-"""Two drafters, one for each row: who drafts is seen from the context, and the draft says what was drawn."""
+"""`Switch`: the context alone decides which drafter a row uses, and the draft marks which tokens were drawn."""
 
 from itertools import pairwise
 
@@ -23,13 +23,13 @@ REPEATING = [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
 FRESH = [5, 2, 7, 1, 0, 4]
 
 
-def choice(branches: int = 1, **options: int) -> Switch:
+def switch(branches: int = 1, **options: int) -> Switch:
     return Switch(Suffix(branches=branches), HeadDrafter(unpacked(5), branches=branches), **options)
 
 
-def test_where_a_text_repeats_itself_it_is_copied_and_elsewhere_the_head_draws():
+def test_a_text_that_repeats_itself_is_copied_and_for_others_the_head_draws():
     contexts = [asked(REPEATING, name=0), asked(FRESH, name=1)]
-    draft = choice().propose(contexts, [5, 2], rng_of(contexts))
+    draft = switch().propose(contexts, [5, 2], rng_of(contexts))
     assert draft.tokens[0].tolist() == [3, 4, 5, 6, 0]
     assert draft.lengths.tolist() == [5, 2]
     assert draft.drawn.tolist() == [[False] * 5, [True, True, False, False, False]]
@@ -38,10 +38,10 @@ def test_where_a_text_repeats_itself_it_is_copied_and_elsewhere_the_head_draws()
     torch.testing.assert_close(draft.q.probs()[1, :2], head.q.probs()[0])
 
 
-def test_who_drafts_does_not_depend_on_how_much_is_wanted():
+def test_the_choice_of_drafter_does_not_depend_on_the_draft_length():
     for most in range(1, 12):
         contexts = [asked(REPEATING, name=0), asked(FRESH, name=1)]
-        draft = choice().propose(contexts, [most, most], rng_of(contexts))
+        draft = switch().propose(contexts, [most, most], rng_of(contexts))
         assert draft.lengths.tolist() == [most, most]
         assert draft.drawn.any(1).tolist() == [False, True]
 
@@ -49,28 +49,28 @@ def test_who_drafts_does_not_depend_on_how_much_is_wanted():
 def test_a_batch_that_only_copies_carries_no_distribution_and_one_that_only_draws_no_mask():
     for text, copied in ((REPEATING, True), (FRESH, False)):
         contexts = [asked(text, name=name) for name in range(2)]
-        draft = choice().propose(contexts, [3, 2], rng_of(contexts))
+        draft = switch().propose(contexts, [3, 2], rng_of(contexts))
         assert (draft.q is None) == copied
         assert draft.drawn is None
 
 
 def test_a_head_that_did_not_draft_has_followed_the_text():
-    """Both see every round; the head reads what was shown while the other copied."""
-    context, drafter = asked(REPEATING, name=0), choice()
+    """Both are called in every round, so the head gets the states of the rounds in which the other copied."""
+    context, drafter = asked(REPEATING, name=0), switch()
     for more in ([3, 4, 5, 6, 0], [1, 2], [6, 2, 7]):
         drafter.propose([context], [4], rng_of([context]))
         first = len(context.tokens) - 1
         context.tokens = [*context.tokens, *more]
-        context.shown = asked(context.tokens, first=first).shown
+        context.target_outputs = asked(context.tokens, first=first).target_outputs
     draft = drafter.propose([context], [3], rng_of([context]))
     alone = HeadDrafter(unpacked(5)).propose([asked(context.tokens)], [3], rng_of([context]))
     assert draft.q is not None
     torch.testing.assert_close(draft.q.probs(), alone.q.probs())
 
 
-def test_trees_of_both_kinds_lie_side_by_side():
+def test_copied_and_drawn_trees_share_a_batch():
     contexts = [asked(REPEATING, name=0), asked(FRESH, name=1)]
-    draft = choice(branches=2).propose(contexts, [6, 4], rng_of(contexts))
+    draft = switch(branches=2).propose(contexts, [6, 4], rng_of(contexts))
     head = HeadDrafter(unpacked(5), branches=2).propose(contexts[1:], [4], rng_of(contexts[1:]))
     assert draft.drawn.tolist() == [[False] * 6, [True, False, True, False, False, False]]
     assert draft.tokens[0, 0] == 3
@@ -99,23 +99,23 @@ def test_distributions_are_carried_past_their_end_for_rows_that_copied_more():
     assert bool(both.q.lse.isfinite().all())
 
 
-def test_what_both_ask_to_see_is_asked_for():
+def test_the_features_of_both_drafters_are_requested():
     layers = HeadDrafter(unpacked()).features.layers
     assert features_of(Switch(NGram(fillers=3), HeadDrafter(unpacked()))) == TargetFeatures(layers, 3)
     with pytest.raises(ValueError, match="different layers"):
         Switch(HeadDrafter(unpacked()), NGram())
 
 
-def test_one_that_draws_cannot_be_left_out():
+def test_a_copying_drafter_that_draws_is_refused():
     drafter = Switch(ModelDrafter(Toy.random(8, order=2, seed=1)), HeadDrafter(unpacked()))
     contexts = [row(0, FRESH, SamplingParams())]
     with pytest.raises(ValueError, match="ModelDrafter draws its tokens"):
         drafter.propose(contexts, [3], rng_of(contexts))
 
 
-def test_the_fewer_are_enough_the_more_is_copied():
+def test_a_lower_threshold_copies_more():
     contexts = [asked([0, 1, 2, 0, 1], name=0)]
-    drafted = [choice(enough=n).propose(contexts, [3], rng_of(contexts)) for n in (1, 3, 30)]
+    drafted = [switch(enough=n).propose(contexts, [3], rng_of(contexts)) for n in (1, 3, 30)]
     kinds = [draft.q is None for draft in drafted]
     assert kinds[0]
     assert not kinds[-1]

@@ -35,7 +35,7 @@ def test_the_first_example_is_a_drafter_of_twenty_lines():
     assert isinstance(drafters()["Phrases"], Drafter)
 
 
-def test_phrases_finishes_what_the_text_has_begun():
+def test_phrases_completes_what_the_text_has_begun():
     rows = [row(0, [9, 0, 1]), row(1, [5]), row(2, [9, 2])]
     draft = drafters()["Phrases"].propose(rows, [4, 4, 1], rng_of(rows))
     assert draft.tokens.tolist() == [[2, 3], [-1, -1], [3, -1]]
@@ -51,9 +51,9 @@ def test_an_example_asked_for_nothing_gives_nothing(name):
 @pytest.mark.statistical
 @pytest.mark.parametrize("rule", ["token", "block", "coupled", "tree"])
 @pytest.mark.parametrize("name", ["Phrases", "Favourites"])
-def test_the_examples_say_what_the_target_would(name, rule):
-    """α = 1e-6, fixed seed; that such a test fails a drafter which lies is shown in test_drafter_exactness.py."""
+def test_the_examples_give_the_distribution_of_the_target(name, rule):
+    """α = 1e-6, fixed seed; the controls that must fail are in test_drafter_exactness.py."""
     target, prompt, sampling = Toy.random(4, order=2, seed=8), [3, 2, 0, 1], SamplingParams(temperature=0.8, top_k=3)
     rows = [row(i, prompt, sampling) for i in range(2000)]
-    said = speak(target, drafters()[name], rule, rows, slots=3, length=3)
-    assert p_value(exact_distribution(target, prompt, sampling, 3), said, 4) > 1e-6
+    texts = speak(target, drafters()[name], rule, rows, slots=3, length=3)
+    assert p_value(exact_distribution(target, prompt, sampling, 3), texts, 4) > 1e-6

@@ -1,4 +1,4 @@
-"""A loop of rounds without an engine: contexts, a toy target whose distribution is known, and a G-test against that distribution."""
+"""Run rounds without an engine on a toy target, and G-test the texts against the target's exact distribution."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Row:
     tokens: list[int]
     prompt_length: int = 0
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    shown: TargetOutputs | None = None
+    target_outputs: TargetOutputs | None = None
 
     @property
     def history(self) -> History:
@@ -45,7 +45,7 @@ def rng_of(rows: Sequence[Row], *, shared: bool = False, seed: int = 0) -> Philo
 def speak(
     target: Toy, drafter: Drafter, rule: str, rows: Sequence[Row], *, slots: int, length: int, seed: int = 0
 ) -> Tensor:
-    """Run rounds until every row has `length` tokens of output; rows leave as they get there. [rows, length]"""
+    """Run rounds until every row has `length` tokens of output, [rows, length]; finished rows leave the batch."""
     going = list(rows)
     cache = target.new_cache(len(going))
     texts = torch.tensor([r.tokens[:-1] for r in going]).long()
@@ -71,12 +71,12 @@ def _extend(rows: Sequence[Row], verdict: Verdict, scored: Tensor, top: int) -> 
         if top:
             path = range(accepted) if verdict.path is None else verdict.path[b, :accepted].tolist()
             likely = scored[b, [0, *(slot + 1 for slot in path)]].topk(top).indices
-            r.shown = TargetOutputs(len(r.tokens) + accepted, likely)
+            r.target_outputs = TargetOutputs(len(r.tokens) + accepted, likely)
         r.tokens += verdict.tokens[b, : accepted + 1].tolist()
 
 
 def exact_distribution(target: Toy, prompt: Sequence[int], sampling: SamplingParams, length: int) -> Tensor:
-    """The target's distribution of `length` tokens behind the prompt, flat, float64: by asking it for every prefix."""
+    """Compute the target's joint distribution of `length` tokens after the prompt, flat, float64, prefix by prefix."""
     V = target.vocab_size
     dist = torch.ones(1, dtype=torch.float64)
     for n in range(length):
@@ -88,7 +88,7 @@ def exact_distribution(target: Toy, prompt: Sequence[int], sampling: SamplingPar
     return dist
 
 
-def p_value(dist: Tensor, said: Tensor, V: int) -> float:
-    """A G-test of what was said against its distribution."""
-    code = said @ torch.tensor([V**i for i in reversed(range(said.shape[1]))])
+def p_value(dist: Tensor, texts: Tensor, V: int) -> float:
+    """Return the p-value of a G-test of the texts against the distribution."""
+    code = texts @ torch.tensor([V**i for i in reversed(range(texts.shape[1]))])
     return g_test(torch.bincount(code, minlength=len(dist)), dist)

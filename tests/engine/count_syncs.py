@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftproof import kernels
 from draftproof.core import device as core_device
 from draftproof.core.device import AsyncCopy
-from draftproof.kernels.device import draw as drawing
+from draftproof.kernels import draw_rows as drawing
 
 LOOKS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim", "equal", "item"}
 

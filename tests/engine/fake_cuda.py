@@ -23,7 +23,7 @@ from draftproof.core import draw as closing
 from draftproof.core import rng as rng
 from draftproof.core.device import AsyncCopy
 from draftproof.core.distribution import DraftVocab
-from draftproof.kernels.device import draw as drawing
+from draftproof.kernels import draw_rows as drawing
 from draftproof.models import cuda_graphs as graphs
 from engine.fake_indexing import part_of, write
 

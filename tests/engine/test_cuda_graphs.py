@@ -81,9 +81,11 @@ def test_recordings_go_with_their_buffers(monkeypatch):
 
 def test_a_length_that_is_bound_anew_is_seen(monkeypatch):
     Tapes(monkeypatch)
-    shown = HFModel._shown
-    monkeypatch.setattr(
-        HFModel, "_shown", lambda self, tokens, lengths, **how: shown(self, tokens, how["cache"].lengths, **how)
-    )
+    right = HFModel._logits_and_states
+
+    def rebinding(self, tokens, lengths, **options):
+        return right(self, tokens, options["cache"].lengths, **options)
+
+    monkeypatch.setattr(HFModel, "_logits_and_states", rebinding)
     with pytest.raises(AssertionError, match="the recorded memory, and no other"):
         long_text()

@@ -1,7 +1,5 @@
 """Rounds on a GPU that is not there (elsewhere.py): nothing of the host is mixed in, nothing waits but a fetch."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
 from draftproof.engine import batch as batches
-from draftproof.engine import round as judge
+from draftproof.engine import round as rounds_module
 from draftproof.models.head.attach import FittedHead
 from draftproof.models.head.network import Head
 from draftproof.models.head.taps import embeddings, shape_for
@@ -61,13 +59,13 @@ READS = ("model", "smaller vocabulary", "confident model", "early exit")
 
 def rounds(monkeypatch, make, rule="block", samplings=WARM, tokens=24, dtype=torch.float32, **asked):
     """What each round would have waited for and how many numbers it fetched; and the device."""
-    advance, tell, found = batches.advance, judge._tell, []
+    advance, fetched, found = batches.advance, rounds_module._fetched, []
 
-    def told(*args):
-        """All is kept, all is sound: the numbers that a device would have sent are made up."""
-        made = tell(*args)
-        B, J = made.nodes.shape
-        return dataclasses.replace(made, drafted=[J - 1] * B, sound=[J] * B, tokens=[[1] * J] * B)
+    def all_kept(parts):
+        """Make up the numbers that a device would have sent: everything is kept, sound and without a fault."""
+        numbers, J = fetched(parts).copy(), parts[0].shape[1]
+        numbers[:, :J], numbers[:, J], numbers[:, J + 1], numbers[:, J + 2] = 1, J - 1, J, 0
+        return numbers
 
     with there(monkeypatch) as device:
         model = moved(llama.__wrapped__().to(dtype))
@@ -80,7 +78,7 @@ def rounds(monkeypatch, make, rule="block", samplings=WARM, tokens=24, dtype=tor
             return rows
 
         monkeypatch.setattr(batches, "advance", counted)
-        monkeypatch.setattr(judge, "_tell", told)
+        monkeypatch.setattr(rounds_module, "_fetched", all_kept)
         engine = dp.load(model, drafter, rule=rule, num_draft_tokens=3)
         engine.generate([list(PROMPT), list(PROMPT)[:4], [1]], samplings, max_tokens=[tokens, tokens, 9], **asked)
     assert len(found) > 3

@@ -163,8 +163,8 @@ class Stale(HeadDrafter):
 
     def propose(self, contexts, k, rng):
         for context in contexts:
-            if (shown := context.shown) is not None:
-                context.shown = TargetOutputs(
+            if (shown := context.target_outputs) is not None:
+                context.target_outputs = TargetOutputs(
                     shown.stop, None, tuple(torch.zeros_like(states) for states in shown.hidden)
                 )
         return super().propose(contexts, k, rng)

@@ -39,7 +39,7 @@ def test_scores_that_are_no_distribution_fail_their_request_and_no_other(samplin
     assert outputs[0].tokens == [3, 1, 2, 3, 1, 2, 3, 1]
     assert outputs[2].tokens == [3, 1, 2, 3, 1, 2, 3, 1]
     assert outputs[1].tokens == []
-    assert "the scores behind token 2 are no distribution" in outputs[1].error
+    assert "the scores after token 2 are not a distribution" in outputs[1].error
 
 
 def test_what_was_said_before_the_scores_broke_is_kept():
@@ -62,14 +62,14 @@ def test_what_a_round_said_before_the_scores_broke_is_kept(rule):
     engine = Engine(broken_at(3, math.nan), None, Knowing([1, 2, 3, 1, 2]), rule=rule, num_draft_tokens=4)
     [output] = engine.generate([[1]], max_tokens=8)
     assert (output.tokens, output.finish_reason) == ([2, 3], "error")
-    assert "the scores behind token 3 are no distribution" in output.error
+    assert "the scores after token 3 are not a distribution" in output.error
 
 
 def test_a_single_prompt_raises():
     engine = Engine(broken_at(5, math.nan), None, None)
-    with pytest.raises(RuntimeError, match="the scores behind token 2 are no distribution"):
+    with pytest.raises(RuntimeError, match="the scores after token 2 are not a distribution"):
         engine.generate([1, 5])
-    with pytest.raises(RuntimeError, match="the scores behind token 2 are no distribution"):
+    with pytest.raises(RuntimeError, match="the scores after token 2 are not a distribution"):
         list(engine.stream([1, 5]))
 
 
@@ -224,7 +224,7 @@ def test_a_tree_under_a_chain_rule_is_refused():
 @pytest.mark.parametrize("place", ["target", "drafter"])
 def test_a_model_that_cannot_go_back_is_refused_at_load(place):
     mamba = tf.MambaForCausalLM(tf.MambaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1)).eval()
-    with pytest.raises(InexactError, match="cannot go back after a rejection"):
+    with pytest.raises(InexactError, match="cannot roll back after a rejection"):
         dp.load(mamba if place == "target" else llama(), "ngram" if place == "target" else mamba)
 
 

@@ -1,4 +1,4 @@
-"""Recorded runs to look at: a table of logits as target, and drafters that draw or choose."""
+"""Recorded runs for the tests: a table of logits as target, and drafters that draw or choose."""
 
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.load import load
@@ -12,12 +12,12 @@ TARGET = Toy.random(V, spread=3.0, seed=1)
 
 
 def drawing() -> ModelDrafter:
-    """A model that half agrees with the target, so that some guesses stand and some fall."""
+    """Return a drafter that agrees with the target in part, so that some guesses are kept and some rejected."""
     return ModelDrafter(Toy(0.8 * TARGET.table + 0.5 * Toy.random(V, seed=2).table))
 
 
 def recorded(rule: str, drafter: object, *, seed: int = 0, tokens: int = 48, **sampling: object) -> Explanation:
-    """A run and its rounds."""
+    """Generate a text and return it with its rounds."""
     recorder = Recorder(rule)
     engine = load(TARGET, drafter, rule=recorder, num_draft_tokens=4, tokenizer=byte_level())
     output = engine.generate("the quick brown fox", seed=seed, max_tokens=tokens, **sampling)

@@ -32,7 +32,7 @@ def test_a_page_is_one_file_and_holds_its_data():
     assert "default-src 'none'" in made
 
 
-def test_what_the_model_says_cannot_leave_its_place():
+def test_generated_text_cannot_escape_its_script_element():
     explanation = RUNS["drawn"]()
     hostile = type(explanation)(
         "</script><script>alert(1)</script>", {}, [], [], explanation.stats, explanation.tokenizer
@@ -42,7 +42,7 @@ def test_what_the_model_says_cannot_leave_its_place():
 
 @contextmanager
 def opened(file, width, scheme="light"):
-    """The page in a window of this width, and what it complained of."""
+    """Open the page in a window of this width, and collect its errors and requests."""
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as host:
         browser = host.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
@@ -56,7 +56,7 @@ def opened(file, width, scheme="light"):
         browser.close()
 
 
-OUTSIDE = (  # elements that end behind the right border; the strip of rounds scrolls by itself
+OUTSIDE = (  # elements that end beyond the right border; the strip of rounds scrolls by itself
     "[...document.querySelectorAll('main *:not(.strip *)')]"
     ".filter(e => e.getBoundingClientRect().right > innerWidth + 1).length"
 )

@@ -1,4 +1,4 @@
-"""What is said of a token must be true of it."""
+"""The story of a token agrees with what happened to it."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_numbers_are_short(x, shown):
     assert number(x) == shown
 
 
-def test_by_token_every_fate_has_its_words():
+def test_by_token_every_story_names_the_decision():
     made = recorded("token", drawing(), tokens=120)
     words = {"kept": "kept", "rejected": "not below: rejected", "dropped": "dropped"}
     for round_ in made.rounds:
@@ -26,7 +26,7 @@ def test_by_token_every_fate_has_its_words():
                 assert story.why == BY_TOKEN
 
 
-def test_closing_tokens_say_what_they_were_drawn_from():
+def test_stories_of_last_tokens_name_the_distribution_they_were_drawn_from():
     made = recorded("token", drawing(), tokens=120)
     for round_ in made.rounds:
         story = about_closing(round_, made.name)
@@ -34,15 +34,15 @@ def test_closing_tokens_say_what_they_were_drawn_from():
         assert ("max(0, p − q)" in story.happened) == round_.closing.after_rejection
 
 
-def test_a_block_is_told_as_a_block():
+def test_stories_of_a_block_explain_the_block_rule():
     made = recorded("block", drawing(), tokens=60)
     assert all(about_slot(r, i, made.name).why == BY_BLOCK for r in made.rounds for i in range(len(r.slots)))
 
 
-def test_a_chosen_guess_is_not_said_to_be_drawn():
+def test_stories_of_a_chosen_guess_do_not_call_it_drawn():
     made = recorded("token", "ngram", temperature=0.5)
-    told = [
+    stories = [
         about_slot(r, i, made.name).happened for r in made.rounds for i in range(len(r.slots)) if r.fate(i) == "kept"
     ]
-    assert told
-    assert all("chose" in story and "drew" not in story for story in told)
+    assert stories
+    assert all("chose" in story and "drew" not in story for story in stories)

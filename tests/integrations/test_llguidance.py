@@ -1,4 +1,4 @@
-"""A real grammar library under speculation: what comes out is valid under every rule, whoever drafts."""
+"""llguidance's grammars under speculation: the output is valid under every rule and drafter."""
 
 import json
 import sys
@@ -30,16 +30,16 @@ TREES = [("ngram", "tree"), ("early-exit:1", "tree")]
 
 @cache
 def model() -> tf.LlamaForCausalLM:
-    """Random weights: it would say anything at all."""
-    words = byte_level()
+    """Return a model with random weights: without a grammar its output is never JSON."""
+    tokenizer = byte_level()
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
-    config = tf.LlamaConfig(vocab_size=len(words) + 5, eos_token_id=words.eos_token_id, **sizes)  # padded, as many are
+    config = tf.LlamaConfig(vocab_size=len(tokenizer) + 5, eos_token_id=tokenizer.eos_token_id, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return tf.LlamaForCausalLM(config).eval()
 
 
-def speaker(drafter: str | None = "ngram", rule: str = "block") -> Engine:
+def engine_with(drafter: str | None = "ngram", rule: str = "block") -> Engine:
     pytest.importorskip("llguidance")
     return dp.load(model(), drafter, rule=rule, tokenizer=byte_level(), num_draft_tokens=6)
 
@@ -59,7 +59,7 @@ def fits(text: str) -> bool:
 
 @pytest.mark.parametrize(("drafter", "rule"), PAIRS + TREES)
 def test_json_keeps_to_its_schema_under_every_rule(drafter, rule):
-    engine = speaker(drafter, rule)
+    engine = engine_with(drafter, rule)
     allowed = dp.llguidance.json_schema(SCHEMA, engine)
     outputs = engine.generate(prompts(10), allowed=allowed, max_tokens=120, seed=1)
     assert all(output.finish_reason == "stop" for output in outputs)
@@ -67,8 +67,8 @@ def test_json_keeps_to_its_schema_under_every_rule(drafter, rule):
     assert drafter is None or sum(output.stats.accepted for output in outputs) > 0
 
 
-def test_without_the_grammar_nothing_of_it_is_json():
-    for output in speaker().generate(prompts(10), max_tokens=40, seed=1):
+def test_without_the_grammar_no_output_is_json():
+    for output in engine_with().generate(prompts(10), max_tokens=40, seed=1):
         with pytest.raises(ValueError):
             json.loads(output.text)
 
@@ -76,14 +76,14 @@ def test_without_the_grammar_nothing_of_it_is_json():
 def test_drafting_does_not_change_a_seeded_text_under_a_grammar():
     texts = []
     for drafter in (None, "ngram", "early-exit:1"):
-        engine = speaker(drafter, "coupled")
+        engine = engine_with(drafter, "coupled")
         outputs = engine.generate(prompts(6), allowed=dp.llguidance.json_schema(SCHEMA, engine), max_tokens=80, seed=3)
         texts.append([output.tokens for output in outputs])
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_regular_expression_and_a_lark_grammar_are_kept_to():
-    engine = speaker()
+def test_outputs_match_a_regular_expression_and_a_lark_grammar():
+    engine = engine_with()
     for allowed in (
         dp.llguidance.regex("(ab|ba){2,3}", engine),
         dp.llguidance.lark('start: ("ab" | "ba"){2,3}', engine),
@@ -93,8 +93,8 @@ def test_a_regular_expression_and_a_lark_grammar_are_kept_to():
         assert {text[i : i + 2] for i in range(0, len(text), 2)} <= {"ab", "ba"}
 
 
-def test_the_answer_depends_on_the_prefix_alone():
-    engine = speaker()
+def test_the_mask_depends_on_the_prefix_alone():
+    engine = engine_with()
     one, other = (dp.llguidance.json_schema(SCHEMA, engine) for _ in range(2))
     tokens = byte_level().encode(EXAMPLE)
     forward = [one(tokens[:n]) for n in range(len(tokens) + 1)]
@@ -105,8 +105,8 @@ def test_the_answer_depends_on_the_prefix_alone():
     assert other([*tokens, byte_level().eos_token_id]).all()
 
 
-def test_what_is_no_grammar_is_refused():
-    engine = speaker()
+def test_an_invalid_grammar_is_refused():
+    engine = engine_with()
     with pytest.raises(ValueError, match="llguidance"):
         dp.llguidance.regex("(", engine)
     with pytest.raises(ValueError, match="llguidance"):

@@ -1,5 +1,4 @@
-"""Inside transformers' generate: the same text where it is greedy, the same distribution where it samples, and nothing of what
-was asked for is left out silently."""
+"""Inside transformers' generate: greedy text is identical, and every option is either honoured or refused."""
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ every_pair = pytest.mark.parametrize(("drafter", "rule"), PAIRS)
 
 
 def inputs(prompts=PROMPTS) -> dict[str, torch.Tensor]:
-    """Side by side, padded on the left."""
+    """Return the prompts as one batch, padded on the left."""
     width = max(map(len, prompts))
     ids = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts])
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
@@ -32,12 +31,12 @@ def ending(name="llama", eos=None):
     return model
 
 
-def both(model, given=None, **options):
-    """Plain generate, and ours."""
-    mine = {name: options.pop(name) for name in ("drafter", "rule", "num_draft_tokens") if name in options}
-    given = inputs() if given is None else given
-    plain = model.generate(**given, **options)
-    return plain, model.generate(**given, custom_generate=dp.transformers.generate, **mine, **options)
+def both(model, batch=None, **options):
+    """Return the outputs of plain generate and of ours."""
+    our_options = {name: options.pop(name) for name in ("drafter", "rule", "num_draft_tokens") if name in options}
+    batch = inputs() if batch is None else batch
+    plain = model.generate(**batch, **options)
+    return plain, model.generate(**batch, custom_generate=dp.transformers.generate, **our_options, **options)
 
 
 @every_pair
@@ -61,8 +60,8 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("drafter", ["ngram", "early-exit:1"])
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_every_processor_is_asked_as_in_plain_generate(processor, drafter):
-    """With padded rows of different lengths: they go by row, by length and by what was said. And each matters."""
+def test_every_processor_is_called_as_in_plain_generate(processor, drafter):
+    """With padded rows of different lengths, as processors depend on row, length and tokens. Each changes the text."""
     options = {"max_new_tokens": 12, "do_sample": False, "drafter": drafter, "num_draft_tokens": 3}
     plain, ours = both(ending(eos=2), **options, **PROCESSORS[processor])
     assert torch.equal(plain, ours)
@@ -76,7 +75,7 @@ def test_left_padding_is_taken_off_and_put_back_in_every_family(name):
 
 
 def some_ends(model):
-    """Two tokens that plain decoding says somewhere in the middle."""
+    """Return two tokens that plain decoding generates somewhere in the middle."""
     made = model.generate(**inputs(), max_new_tokens=14, do_sample=False)[:, len(inputs()["input_ids"][0]) :]
     return [int(made[0, 5]), int(made[2, 8])]
 
@@ -89,7 +88,7 @@ def test_rows_end_at_any_of_several_end_tokens_and_are_padded():
 
 
 class After(tf.StoppingCriteria):
-    """Ends a row behind the third time it says a token."""
+    """Ends a row after the third occurrence of a token."""
 
     def __init__(self, token):
         self.token = token
@@ -98,7 +97,7 @@ class After(tf.StoppingCriteria):
         return (input_ids == self.token).sum(1) >= 3
 
 
-def test_criteria_are_asked_behind_every_token():
+def test_criteria_are_checked_after_every_token():
     eos = [60]
     token = some_ends(ending())[0]
     criteria = tf.StoppingCriteriaList([After(token)])
@@ -156,12 +155,12 @@ def test_rows_for_one_prompt_differ():
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_an_encoder_decoder_is_served_too(name):
     model, _ = pair(name)
-    given = {
+    batch = {
         "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 1, 1]]),
         "attention_mask": torch.tensor([[1] * 4, [1, 1, 0, 0]]),
     }
     options = {"max_new_tokens": 10, "do_sample": False, "num_draft_tokens": 3, "drafter": "ngram"}
-    plain, ours = both(model, given, **options)
+    plain, ours = both(model, batch, **options)
     assert torch.equal(plain, ours)
 
 
@@ -190,7 +189,11 @@ def test_the_model_is_not_altered():
 
 REFUSED = {
     "beams": ({"num_beams": 2}, ValueError, "generation mode 'beam_search'"),
-    "scores": ({"output_scores": True, "return_dict_in_generate": True}, ValueError, "output_scores=True is not kept"),
+    "scores": (
+        {"output_scores": True, "return_dict_in_generate": True},
+        ValueError,
+        "output_scores=True is not collected",
+    ),
     "guidance": (
         {"guidance_scale": 1.5},
         InexactError,
@@ -221,9 +224,9 @@ def test_what_cannot_be_done_is_refused_by_name(what):
 
 
 def test_padding_on_the_right_is_refused():
-    given = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    batch = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
     with pytest.raises(ValueError, match="pad on the left"):
-        ending().generate(**given, max_new_tokens=3, custom_generate=dp.transformers.generate)
+        ending().generate(**batch, max_new_tokens=3, custom_generate=dp.transformers.generate)
 
 
 def test_a_filled_cache_is_refused():
@@ -244,7 +247,7 @@ def test_rows_that_may_end_apart_need_a_token_to_pad_with():
 
 
 def test_a_processor_that_leaves_nothing_is_an_error():
-    with pytest.raises(RuntimeError, match="row 0: the scores behind token 10 are no distribution"):
+    with pytest.raises(RuntimeError, match="row 0: the scores after token 10 are not a distribution"):
         llama().generate(
             torch.tensor([PROMPT]),
             suppress_tokens=list(range(V)),

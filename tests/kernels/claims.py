@@ -1,4 +1,4 @@
-"""What is claimed of the kernels on a GPU, each as a function that measures it. No pytest: any machine can run them."""
+"""Measure what is claimed of the kernels on a GPU, one function per claim. Needs no pytest."""
 
 import time
 from dataclasses import replace
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import draftproof as dp
 from draftproof.kernels import verify_rows
-from draftproof.kernels.workspace import FEW, Workspace
+from draftproof.kernels.workspace import SHORTLIST, Workspace
 from kernels.side_by_side import Input, kernel, parameters, reference
 
 S = dp.SamplingParams
@@ -25,20 +25,21 @@ SETTINGS = {
 }
 WARM = S(temperature=0.8)
 MOST_DIFFERENT = 1e-5
-"""Share of rows that may differ from the reference at all: where a value falls on a border, rounding decides."""
+"""Share of rows that may differ from the reference: where a value falls on a border, rounding decides."""
 
 MARGIN, TRIES = 5e-7, 64
-"""Rounding explains a verdict that the reference gives as well, in float64, when logits, and the share of the mass that
-a nucleus must reach, are moved by so little: some value lies on a border then. So many moves are tried."""
+"""Rounding explains a verdict if the reference gives it too, in float64, after logits and top_p are moved by at most
+MARGIN: then some value lies on a border. TRIES moves are tried."""
 
 
 def mixed(B: int) -> list[dp.SamplingParams]:
+    """Return B requests that take turns through all settings."""
     every = list(SETTINGS.values())
     return [every[b % len(every)] for b in range(B)]
 
 
 def on_device(B: int, K: int, V: int, samplings: list[dp.SamplingParams], seed: int, dtype: torch.dtype) -> Input:
-    """Like `twins.make`, made on the device: rows with a head of larger logits, as a language model's have."""
+    """Make a batch on the device, with rows that have a head of larger logits, as a language model's do."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -55,7 +56,7 @@ def on_device(B: int, K: int, V: int, samplings: list[dp.SamplingParams], seed: 
 
 
 def differing(given: Input, rule: str) -> tuple[int, int]:
-    """Rows in which kernel and reference say different things, and those of them that rounding does not explain."""
+    """Count the rows in which kernel and reference differ, and those of them that rounding does not explain."""
     got, want = kernel(given, rule), reference(given, rule)
     assert not bool(got.faults.any()), f"faults {got.faults.unique().tolist()}"
     rows = (got.tokens != want.tokens).any(1).nonzero()[:, 0]
@@ -63,7 +64,7 @@ def differing(given: Input, rule: str) -> tuple[int, int]:
 
 
 def explained(given: Input, tokens: Tensor, rule: str) -> bool:
-    """Whether the reference says `tokens` of a single request for one of many moves."""
+    """Return whether the reference gives `tokens` for a single request after one of many small moves."""
     generator = torch.Generator(given.target.device).manual_seed(0)
     many = some(given, torch.zeros(TRIES, dtype=torch.long, device=given.target.device))
     target, draft = (moved(x.double(), generator) for x in (many.target, many.draft))
@@ -73,18 +74,19 @@ def explained(given: Input, tokens: Tensor, rule: str) -> bool:
 
 
 def moved(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Logits, moved within the margin: by a wave of their value, long or short, so that equal ones stay equal."""
+    """Move logits within the margin by a wave of their value, long or short, so that equal logits stay equal."""
     numbers = torch.rand(2, *x.shape[:-1], 1, generator=generator, device=x.device, dtype=x.dtype)
     return x + MARGIN * torch.sin(10.0 ** (4 * numbers[0] - 2) * x + 6.3 * numbers[1])
 
 
 def aside(sampling: dp.SamplingParams, n: int) -> dp.SamplingParams:
-    """Moves of the logits hardly move a sum over all of them: the margin is that of float32 sums as well."""
+    """Move top_p within the margin, which is that of float32 sums: moving logits hardly moves a sum
+    over all of them."""
     return replace(sampling, top_p=min(1.0, sampling.top_p * (1 + MARGIN * (2 * n / (TRIES - 1) - 1))))
 
 
 def some(given: Input, rows: Tensor) -> Input:
-    """A few requests of a batch."""
+    """Select a few requests of a batch."""
     tensors = {n: getattr(given, n)[rows] for n in ("target", "draft", "tokens", "lengths", "seeds", "positions")}
     chosen = rows.tolist()
     samplings, drafts = [given.samplings[b] for b in chosen], [given.drafts[b] for b in chosen]
@@ -101,7 +103,7 @@ LARGE = [
 
 
 def large_shapes() -> dict[str, Any]:
-    """Every rule and dtype at the sizes engines have."""
+    """Compare every rule and dtype with the reference at the sizes that engines have."""
     rows = different = 0
     for V, B, dtype in LARGE:
         for rule in RULES:
@@ -113,14 +115,17 @@ def large_shapes() -> dict[str, Any]:
 
 
 def short_lists() -> dict[str, Any]:
-    """Cutoffs of ordinary rows come from a short list. No verdict tells: the long way gives the same, twenty times
-    slower, and was gone for all rows by a kernel that was compiled wrong for its number of warps."""
+    """Check that cutoffs of ordinary rows come from a short list.
+
+    No verdict shows it: the long search gives the same result, twenty times slower, and was once taken for all rows by
+    a kernel that was compiled wrong for its number of warps.
+    """
     sampling, rows = S(temperature=0.8, top_k=50, top_p=0.9), 0
     for B, dtype in ((2, torch.float32), (40, torch.float32), (2, torch.bfloat16), (40, torch.bfloat16)):
         given, workspace = on_device(B, 4, 128256, [sampling] * B, B, dtype), Workspace.empty(B, 4, 128256, "cuda")
         kernel(given, "token", workspace=workspace)
-        left, rows = int(workspace.work[FEW + 1]), rows + B + int(given.lengths.sum())
-        assert left == 0, f"{left} rows took the long way: B={B}, {dtype}"
+        left, rows = int(workspace.work[SHORTLIST + 1]), rows + B + int(given.lengths.sum())
+        assert left == 0, f"{left} rows took the long search: B={B}, {dtype}"
     return {"rows": rows}
 
 
@@ -128,7 +133,7 @@ V_MANY, B_MANY = 4096, 8192
 
 
 def many_rows(most: int = 1_000_000, seconds: float = 150.0) -> dict[str, Any]:
-    """A million rows, every rule, setting and dtype in turn. As many as there is time for."""
+    """Compare a million rows with the reference, every rule, setting and dtype in turn, as far as time allows."""
     start, rows, lines = time.time(), 0, {}
     cases = [(name, dtype) for dtype in (torch.float32, torch.bfloat16) for name in SETTINGS]
     n = 0
@@ -142,15 +147,15 @@ def many_rows(most: int = 1_000_000, seconds: float = 150.0) -> dict[str, Any]:
                 line[key] += more
         rows, n = rows + B_MANY * len(RULES), n + 1
     different, unexplained = (sum(line[key] for line in lines.values()) for key in ("different", "unexplained"))
-    told = {name: line for name, line in lines.items() if line["different"]}
-    assert different <= max(3.0, MOST_DIFFERENT * rows), f"{different} of {rows} rows differ: {told}"
-    assert not unexplained, f"{unexplained} of {rows} rows unexplained: {told}"
+    nonzero = {name: line for name, line in lines.items() if line["different"]}
+    assert different <= max(3.0, MOST_DIFFERENT * rows), f"{different} of {rows} rows differ: {nonzero}"
+    assert not unexplained, f"{unexplained} of {rows} rows unexplained: {nonzero}"
     took = round(time.time() - start)
     return {"rows": rows, "different": different, "unexplained": unexplained, "lines": lines, "seconds": took}
 
 
 def graph_replay() -> dict[str, Any]:
-    """A captured call follows its parameters and inputs when they change in place, and allocates nothing."""
+    """Check that a captured call follows its parameters and inputs when they change in place, without allocation."""
     given = on_device(8, 4, 32000, mixed(8), 1, torch.float32)
     rows, workspace = parameters(given), Workspace.empty(8, 4, 32000, "cuda")
 
@@ -177,7 +182,7 @@ def graph_replay() -> dict[str, Any]:
 
 
 def determinism() -> dict[str, Any]:
-    """The same verdict in a hundred runs, and whatever the batch around a row."""
+    """Check for the same verdict in a hundred runs, and whatever the batch around a row."""
     given = on_device(64, 4, 32000, mixed(64), 2, torch.bfloat16)
     for rule in RULES:
         want = kernel(given, rule).tokens
@@ -190,11 +195,11 @@ def determinism() -> dict[str, Any]:
 
 
 MANY = 200
-"""Requests that are launched as in any larger batch."""
+"""Requests from which on batches are launched alike."""
 
 
 def go_through() -> None:
-    """A call of every kind that is claimed something of, to have the kernels compiled."""
+    """Make a call of every kind that the claims make, so that the kernels are compiled."""
     sizes = [*LARGE, (V_MANY, MANY, torch.float32), (V_MANY, MANY, torch.bfloat16), (32000, 64, torch.bfloat16)]
     jobs = [(*size, mixed(size[1]), 4) for size in [*sizes, (32000, 8, torch.float32)]]
     jobs += [(V_MANY, MANY, dtype, [WARM] * MANY, 3) for dtype in (torch.float32, torch.bfloat16)]
@@ -203,14 +208,14 @@ def go_through() -> None:
     jobs += [(8, MANY, torch.float32, [sampling] * MANY, 2) for sampling in small]
     for V, B, dtype, samplings, K in jobs:
         given = on_device(B, K, V, samplings, 0, dtype)
-        if V == 8:  # as `law_claims` has it: all rows are the same
+        if V == 8:  # as in `distribution_claims`: all rows are the same
             same = {name: getattr(given, name)[:1].expand(B, -1, -1) for name in ("target", "draft")}
             given = replace(given, **same)
         for rule in RULES:
             kernel(given, rule)
             if V == 8:
                 kernel(given.chosen(), rule)
-            if V == 32000:  # the first is plain
+            if V == 32000:  # a batch of one, which has no filters, and a small batch
                 kernel(some(given, torch.arange(1, device="cuda")), rule)
                 kernel(some(given, torch.arange(3, device="cuda")), rule)
 

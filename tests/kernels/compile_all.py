@@ -17,7 +17,7 @@ B, K = 2, 4
 
 
 class NoDevice:
-    """As much of a driver as compiling asks for."""
+    """A stand-in for the driver that provides as much as compiling needs."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -33,6 +33,7 @@ class NoDevice:
 
 
 def call(rule: str, dtype: torch.dtype, sampling: dp.SamplingParams, V: int) -> Call:
+    """Return a call of B requests with drafts of K tokens."""
     lengths = torch.full((B,), K)
     rows = Parameters.of([sampling] * B, [dp.SamplingParams()] * B, seeds=lengths, positions=lengths, lengths=lengths)
     target, draft = torch.empty(B, K + 1, V, dtype=dtype), torch.empty(B, K, V, dtype=dtype)
@@ -40,6 +41,7 @@ def call(rule: str, dtype: torch.dtype, sampling: dp.SamplingParams, V: int) -> 
 
 
 def main(capability: int, V: int) -> None:
+    """Compile and print."""
     triton.runtime.driver.set_active(NoDevice(capability))
     seen = set()
     calls = [

@@ -1,4 +1,4 @@
-"""Print the kernels that have no name yet when the launches have been imported. No GPU."""
+"""Print the kernels that have no cache key yet when `launch` has been imported. Needs no GPU."""
 
 from draftproof.kernels.launch import KERNELS
 

@@ -1,4 +1,4 @@
-"""Plan calls that differ in what a kernel need not be compiled for, and print each kernel that is compiled. No GPU."""
+"""Plan calls that differ in what must not cause a recompilation, and print each kernel compiled. Needs no GPU."""
 
 import torch
 import triton

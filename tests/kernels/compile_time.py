@@ -1,5 +1,4 @@
-"""What a first filtered request waits for, and what others after it: seconds to compile their kernels for sm_90,
-V = 128256. Needs no GPU.
+"""Measure how long first requests wait for their kernels: seconds to compile for sm_90, V = 128256. Needs no GPU.
 
 TRITON_CACHE_DIR=$(mktemp -d) python tests/kernels/compile_time.py
 """

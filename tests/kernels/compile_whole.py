@@ -1,4 +1,4 @@
-"""A call inside a compiled function, whole and without a break in the graph, gives what it gives outside."""
+"""Check that a call inside torch.compile, with fullgraph=True, gives the same as outside."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Kernels run on a GPU where there is one, else in Triton's interpreter (chosen in ../conftest.py)."""
+"""Run kernels on a GPU if there is one, else in Triton's interpreter (chosen in ../conftest.py)."""
 
 import pytest
 

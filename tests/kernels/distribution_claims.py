@@ -1,4 +1,4 @@
-"""The distribution of what the kernels emit, measured on a GPU by millions of samples. No pytest: any machine can run it."""
+"""Test the distribution of what the kernels emit, on a GPU, by millions of samples. Needs no pytest."""
 
 import math
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ ALPHA = 1e-6
 
 
 def distribution_cases() -> Iterator[tuple[str, str, dp.SamplingParams, bool]]:
+    """Yield rule, name, sampling and whether the draft was drawn."""
     small = {
         "temperature": S(temperature=0.8),
         "greedy": S(temperature=0.0),
@@ -36,10 +37,10 @@ def distribution_cases() -> Iterator[tuple[str, str, dp.SamplingParams, bool]]:
 def dist(
     rule: str, sampling: dp.SamplingParams, drawn: bool, samples: int = 4_000_000, drawn_with: dp.SamplingParams = WARM
 ) -> dict[str, float]:
-    """G-test of the joint distribution of three tokens: what a round emits, then plain draws from the target.
+    """Run a G-test of the joint distribution of three tokens: those a round emits, then plain draws from the target.
 
-    512 cells at most: at ALPHA a total variation of a few thousandths is seen. `drawn_with` is how the draft's tokens
-    are drawn; it is declared to be WARM.
+    512 cells at most: at ALPHA a total variation of a few thousandths is detected. `drawn_with` is how the draft's
+    tokens are drawn; it is declared to be WARM.
     """
     generator = torch.Generator("cuda").manual_seed(crc32(f"{rule} {sampling} {drawn}".encode()))
     target = 1.5 * torch.randn(1, K_DIST + 1, V_DIST, generator=generator, device="cuda")
@@ -65,12 +66,12 @@ def dist(
 
 
 def drawn_from(rows: Tensor, n: int, generator: torch.Generator) -> Tensor:
-    """n draws from each row of probabilities, [n, rows]."""
+    """Draw n tokens from each row of probabilities, [n, rows]."""
     return torch.stack([row.multinomial(n, replacement=True, generator=generator) for row in rows], 1).contiguous()
 
 
 def g_test(counts: Tensor, expected: Tensor) -> dict[str, float]:
-    """p-value of the counts; cells that expect less than 5 are put together, an impossible one fails outright."""
+    """Return the p-value of the counts; cells that expect less than 5 are merged, an impossible count gives 0."""
     if bool(counts[expected < 1e-9].sum() > 0):
         return {"p": 0.0, "cells": 0, "samples": float(counts.sum())}
     rare = expected < 5
@@ -83,7 +84,7 @@ def g_test(counts: Tensor, expected: Tensor) -> dict[str, float]:
 
 
 def chi_square_tail(x: float, freedom: int) -> float:
-    """By Wilson and Hilferty's cube root: near enough for a threshold, and needs no library."""
+    """Return the tail probability by Wilson and Hilferty's cube root: accurate enough for a threshold, no library."""
     if freedom == 0:
         return 1.0
     z = ((max(x, 0.0) / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))

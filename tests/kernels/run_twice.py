@@ -1,10 +1,10 @@
-"""`steps.run` on a kernel that only says what is done with it: twice alike, then with other registers."""
+"""Run `compile.run` on a kernel that prints what is done with it: twice alike, then with other registers."""
 
 from draftproof.kernels.compile import Step, run
 
 
 class Kernel:
-    """Both what Triton compiles and what it has compiled."""
+    """A stand-in for both a Triton kernel and its compiled form."""
 
     __name__ = "kernel"
 

@@ -1,6 +1,7 @@
-"""The kernel and its reference on the same input: what both say, side by side."""
+"""Run the kernel and its reference on the same input, for comparison."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class Input:
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     def chosen(self) -> "Input":
+        """Return the same batch with a draft that was chosen, not drawn."""
         return replace(self, draft=None)
 
 
@@ -51,7 +53,7 @@ def make(
     ragged: bool = True,
     entries: int | None = None,
 ) -> Input:
-    """Random rows whose drafter is near the target; draft tokens are drawn from the drafter's own distribution."""
+    """Make random rows with a drafter near the target; draft tokens are drawn from the drafter's own distribution."""
     B, drafts = len(samplings), samplings if drafts is None else drafts
     generator = torch.Generator().manual_seed(seed)
     target = (spread * torch.randn(B, K + 1, V, generator=generator)).to(dtype)
@@ -75,11 +77,11 @@ def make(
 
 
 def reference(given: Input, rule: str) -> Verdict:
-    """By the rule itself: the rule's name would bring the kernels back in on a GPU."""
+    """Return the reference verdict. The rule is wrapped: its name, or itself, may select the kernels on a GPU."""
     return dp.verify(
         given.target, given.tokens, given.draft, draft_lengths=given.lengths, sampling=given.samplings,
         draft_sampling=None if given.draft is None else given.drafts, history=given.history, allowed=given.allowed,
-        rule=RULES[rule], seeds=given.seeds, positions=given.positions,
+        rule=partial(RULES[rule]), seeds=given.seeds, positions=given.positions,
         draft_ids=None if given.vocab is None else given.vocab.ids,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What the kernels refuse, and in which words; what importing them costs; what torch.compile makes of them."""
+"""Test what the kernels refuse and with which messages, what importing them costs, and torch.compile."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def test_columns_have_names():
     rows = Parameters.empty(2, "cpu")
     rows["positions"].add_(7)
     assert rows.ints[:, 1].tolist() == [7, 7]
-    with pytest.raises(KeyError, match="'position' is no column; they are temperature"):
+    with pytest.raises(KeyError, match="'position' is not a column; choose one of temperature"):
         rows["position"]
 
 
@@ -68,7 +68,7 @@ def test_importing_the_package_does_not_import_triton():
 
 
 def test_torch_compile_takes_it_whole():
-    """In a process of its own: the shape checks that the tests put around every function are not for compiling."""
+    """Runs in its own process: the shape checks that the tests add to every function cannot be compiled."""
     environment = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parent.parent)}
     program = Path(__file__).parent / "compile_whole.py"
     command = [sys.executable, "-W", "ignore", str(program)]

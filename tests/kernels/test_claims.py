@@ -1,4 +1,4 @@
-"""What explains a difference between kernel and reference: rounding does, a wrong token does not."""
+"""Test what explains a difference between kernel and reference: rounding does, a wrong token does not."""
 
 from dataclasses import replace
 
@@ -26,8 +26,10 @@ def test_only_verdicts_on_a_border_are_explained(rule):
 
 @pytest.mark.parametrize(("apart", "expected"), [(4e-8, True), (1e-5, False)])
 def test_the_border_of_a_nucleus_may_be_rounded_as_float32_sums_are(apart, expected):
-    """The nucleus of a flat row ends where its mass is `apart` from top-p: whether one token more is in it, which moves
-    what is drawn, rounding decides in the one case and not in the other."""
+    """The nucleus of a flat row ends where its mass is `apart` from top-p.
+
+    Whether one token more is in it changes what is drawn; rounding explains that in the one case and not in the other.
+    """
     given = make([dp.SamplingParams()] * 400, K=1, V=V, seed=2, spread=0.5)
     target, nothing = given.target[:1].expand(400, -1, -1), torch.zeros_like(given.lengths)
     dist = dp.warp(target[:1].double(), [dp.SamplingParams()])

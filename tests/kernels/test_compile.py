@@ -1,4 +1,4 @@
-"""Every kernel compiles for every generation it claims to run on, without a GPU."""
+"""Test that every kernel compiles for every GPU generation it claims to run on, without a GPU."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 def printed(tmp_path: Path, program: str, *arguments: str) -> list[str]:
-    """In a process of its own: Triton either compiles or interprets, whichever it was imported for."""
+    """Run a program in its own process, as Triton decides at import whether it compiles or interprets."""
     environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path)}
     command = [sys.executable, str(HERE / program), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -30,11 +30,11 @@ def test_kernels_compile(capability, V, tmp_path):
 
 
 def test_a_kernel_is_compiled_once_for_all_draft_lengths_and_filters(tmp_path):
-    """What a first request waits for. The scan is compiled twice: filters need more of it."""
+    """A first request waits for these. The scan is compiled twice: filters need more of it."""
     seen = printed(tmp_path, "compile_once.py")
     assert sorted(seen) == ["block_close", "block_sums", "block_walk", "coupled", "scan", "scan", "settle"]
 
 
 def test_kernels_have_their_names_before_the_first_is_launched(tmp_path):
-    """Or Triton 3.6 would name them by which was launched first, and not find what another process has compiled."""
+    """Otherwise Triton 3.6 names them by which was launched first, and does not find what another process compiled."""
     assert printed(tmp_path, "compile_names.py") == []

@@ -1,4 +1,4 @@
-"""Compiled kernels are found again by what Triton would have compiled them for."""
+"""Test that compiled kernels are found again by what Triton would have compiled them for."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def test_what_triton_compiles_anew_for_is_another_kind():
         kind_of(FLAGS, (x,), (64, 1)),
         kind_of((False, *FLAGS[1:]), (x,), (64, 1)),
         kind_of(FLAGS, (x.half(),), (64, 1)),
-        kind_of(FLAGS, (x[1:],), (64, 1)),  # no longer at a multiple of 16 bytes
+        kind_of(FLAGS, (x[1:],), (64, 1)),  # not aligned to 16 bytes
         kind_of(FLAGS, (x,), (60, 1)),
         kind_of(FLAGS, (x,), (64, 2)),
     ]
@@ -31,7 +31,7 @@ def test_what_triton_compiles_anew_for_is_another_kind():
 
 
 def test_a_kernel_is_looked_for_once(tmp_path):
-    """In a process that compiles: `run` asks Triton the first time, and then again for another kind only."""
+    """Runs in a process that compiles: `run` asks Triton the first time, and again only for another kind."""
     environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(HERE / "run_twice.py")], env=environment, capture_output=True, text=True, timeout=300

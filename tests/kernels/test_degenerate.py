@@ -1,4 +1,4 @@
-"""Distributions at the edge: ties, holes, one possible token, nothing left, nothing possible."""
+"""Test degenerate distributions: ties, holes, one possible token, nothing left, nothing possible."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def test_drafter_equal_to_the_target_keeps_everything(rule, device):
 
 
 def test_a_residual_no_trial_finds_is_summed_in_full(device):
-    """p and q differ in one token by a thousandth: 64 trials fail together nearly always."""
+    """p and q differ in one token by a thousandth: all 64 trials fail nearly always."""
     given = make([S()] * 4, V=600, K=1, device=device, ragged=False)
     target = torch.zeros_like(given.target)
     draft = target[:, :1].clone()
@@ -79,7 +79,7 @@ def _coin(seed: int) -> float:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_distribution_is_a_fault_and_closes_with_pad(rule, value, device):
+def test_a_row_that_is_not_a_distribution_is_a_fault_and_emits_pad(rule, value, device):
     given = make([S(), S(temperature=0.0), S(top_k=4)], V=300, K=1, device=device, ragged=False).chosen()
     target = given.target.clone()
     target[:, 0, 17] = value
@@ -89,8 +89,8 @@ def test_what_is_no_distribution_is_a_fault_and_closes_with_pad(rule, value, dev
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_so_it_is_where_all_are_greedy(rule, device):
-    """Nor is a row without a distribution kept for a draft token that looks like none."""
+def test_greedy_rows_that_are_not_distributions_are_faults_too(rule, device):
+    """Nor is a draft token equal to PAD accepted at a row that is not a distribution."""
     given = make([S(temperature=0.0)] * 3, V=300, K=1, device=device, ragged=False).chosen()
     target = given.target.clone()
     target[0, 0, 17], target[1, 0, 17], target[2, 0] = torch.nan, torch.inf, -torch.inf

@@ -1,4 +1,4 @@
-"""A drafter's draws in kernels: same noise, same token, and the distribution it was drawn from, as the reference has them."""
+"""Test a drafter's draws in kernels: same random numbers, same token and distribution as the reference."""
 
 import subprocess
 import sys
@@ -34,6 +34,7 @@ def rng(device, shared):
 
 
 def both(monkeypatch, batch, logits, shared, j, vocab=None):
+    """Draw with the kernels and with the reference."""
     draws = Draws(batch, rng(logits.device, shared), vocab)
     monkeypatch.setattr(kernels, "runs_on", lambda device: False)
     want = draws(logits, [NO_HISTORY] * 3, j)
@@ -45,36 +46,34 @@ def both(monkeypatch, batch, logits, shared, j, vocab=None):
 @pytest.mark.parametrize("name", BATCHES)
 def test_token_and_distribution_are_the_reference_s(monkeypatch, name, shared, logits):
     for j in (0, 1) if name == "filters" else (0, 1, 2, 16):
-        (dist, tokens), (its_distribution, its_tokens) = both(monkeypatch, BATCHES[name], logits, shared, j)
-        assert tokens.tolist() == its_tokens.tolist()
-        assert dist.point.tolist() == its_distribution.point.tolist()
-        assert dist.plain == its_distribution.plain
-        assert torch.equal(dist.cutoff, its_distribution.cutoff)
-        assert torch.allclose(dist.lse, its_distribution.lse, atol=1e-6)
-        assert torch.allclose(dist.probs(), its_distribution.probs(), atol=1e-6)
+        (dist, tokens), (want_dist, want_tokens) = both(monkeypatch, BATCHES[name], logits, shared, j)
+        assert tokens.tolist() == want_tokens.tolist()
+        assert dist.point.tolist() == want_dist.point.tolist()
+        assert dist.plain == want_dist.plain
+        assert torch.equal(dist.cutoff, want_dist.cutoff)
+        assert torch.allclose(dist.lse, want_dist.lse, atol=1e-6)
+        assert torch.allclose(dist.probs(), want_dist.probs(), atol=1e-6)
 
 
 def test_half_precision_and_a_part_of_a_row(monkeypatch, logits):
-    """A drafter with more tokens than the target: the rest of its row is not looked at."""
+    """A drafter with more tokens than the target: the rest of its row is not read."""
     part = logits.to(torch.bfloat16)[:, :600]
-    (dist, tokens), (its_distribution, its_tokens) = both(monkeypatch, BATCHES["temperature"], part, False, 1)
-    assert tokens.tolist() == its_tokens.tolist()
+    (dist, tokens), (want_dist, want_tokens) = both(monkeypatch, BATCHES["temperature"], part, False, 1)
+    assert tokens.tolist() == want_tokens.tolist()
     assert dist.logits.dtype == torch.float32
-    assert torch.allclose(dist.lse, its_distribution.lse, atol=1e-6)
+    assert torch.allclose(dist.lse, want_dist.lse, atol=1e-6)
 
 
 def test_a_drafter_with_fewer_tokens_than_the_target(monkeypatch, logits, device):
     vocab = DraftVocab.of(torch.arange(700, device=device), 900)
     for shared in (False, True):
-        (dist, tokens), (its_distribution, its_tokens) = both(
-            monkeypatch, BATCHES["one greedy"], logits, shared, 0, vocab
-        )
-        assert tokens.tolist() == its_tokens.tolist()
-        assert dist.point.tolist() == its_distribution.point.tolist()
+        (dist, tokens), (want_dist, want_tokens) = both(monkeypatch, BATCHES["one greedy"], logits, shared, 0, vocab)
+        assert tokens.tolist() == want_tokens.tolist()
+        assert dist.point.tolist() == want_dist.point.tolist()
         assert dist.vocab is vocab
 
 
-def test_a_row_that_is_no_distribution_says_so(monkeypatch, logits):
+def test_a_row_that_is_not_a_distribution_has_a_nan_lse(monkeypatch, logits):
     logits[1, 9] = torch.nan
     (dist, tokens), _ = both(monkeypatch, BATCHES["temperature"], logits.clone(), False, 0)
     assert dist.lse.isnan().tolist() == [False, True, False]
@@ -82,7 +81,7 @@ def test_a_row_that_is_no_distribution_says_so(monkeypatch, logits):
 
 
 def test_what_was_drawn_stays_when_the_next_is(monkeypatch, logits):
-    """The kernels' memory is used again for every token; nothing of an earlier one may lie in it."""
+    """The kernels' workspace is reused for every token; nothing of an earlier one may lie in it."""
     monkeypatch.setattr(kernels, "runs_on", lambda device: True)
     draws = Draws(BATCHES["filters"], rng(logits.device, False))
     dist, tokens = draws(logits, [NO_HISTORY] * 3, 0)
@@ -98,17 +97,17 @@ def test_greedy_batches_are_left_to_the_reference(monkeypatch, logits):
     assert draws._device is None
 
 
-def test_penalties_are_put_in_before_the_draw(monkeypatch, logits):
+def test_penalties_are_applied_before_the_draw(monkeypatch, logits):
     batch = [S(presence_penalty=5.0, temperature=0.5), S(), S(repetition_penalty=1.5, top_k=9)]
     seen = [History([3], logits[b].topk(4).indices.tolist()) for b in range(3)]
-    draws, said = Draws(batch, rng(logits.device, False)), []
+    draws, results = Draws(batch, rng(logits.device, False)), []
     for runs in (True, False):
         monkeypatch.setattr(kernels, "runs_on", lambda device, runs=runs: runs)
-        said.append(draws(logits, seen, 0))
-    (dist, tokens), (its_distribution, its_tokens) = said
+        results.append(draws(logits, seen, 0))
+    (dist, tokens), (want_dist, want_tokens) = results
     assert draws._device is not None
-    assert tokens.tolist() == its_tokens.tolist()
-    assert torch.allclose(dist.probs(), its_distribution.probs(), atol=1e-6)
+    assert tokens.tolist() == want_tokens.tolist()
+    assert torch.allclose(dist.probs(), want_dist.probs(), atol=1e-6)
 
 
 def test_a_draw_compiles_without_a_gpu(tmp_path):

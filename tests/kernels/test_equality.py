@@ -1,4 +1,4 @@
-"""Same noise, same verdict: every kernel against its reference over small shapes and all settings."""
+"""Test every kernel against its reference with the same random numbers, over small shapes and all settings."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def test_a_chosen_draft_gives_the_reference_verdict(rule, device):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_greedy_batch_never_looks_at_the_draft_rows(rule, device):
+def test_a_greedy_batch_never_reads_the_draft_rows(rule, device):
     given = make([S(temperature=0.0)] * 3, V=300, K=2, device=device, spread=4.0, ragged=False)
     got = kernel(replace(given, draft=torch.full_like(given.draft, torch.nan)), rule)
     assert got.faults.tolist() == [0, 0, 0]
@@ -90,6 +90,6 @@ def test_any_draft_length(rule, K, device):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_near_and_far_drafters(rule, seed, device):
-    """Small differences between p and q make trials fail and chances small; large ones make them stand at once."""
+    """Small differences between p and q make trials fail and chances small; large ones make trials succeed at once."""
     given = make([S()] * 8, V=40, K=4, device=device, seed=seed, spread=0.3 + seed)
     assert_equal(given, rule)

@@ -1,4 +1,4 @@
-"""The kernels on a GPU, at full size: equality with the reference, the distribution of what they emit, graphs, determinism."""
+"""Test the kernels on a GPU at full size: equality with the reference, distribution, graphs, determinism."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ CHECK = Path(__file__).parents[2] / "benchmarks" / "check_gpu.py"
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """By several processes side by side: one by one the kernels would take longer than all that is asked of them."""
+    """Compile by several processes side by side: one by one the kernels would take longer than all tests."""
     subprocess.run([sys.executable, str(CHECK), "--compile-only"], check=True, timeout=300)
 
 

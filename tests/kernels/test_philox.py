@@ -1,4 +1,4 @@
-"""The numbers on the device are the reference's, bit for bit."""
+"""Test that the random numbers on the device are the reference's, bit for bit."""
 
 from typing import no_type_check
 

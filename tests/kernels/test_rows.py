@@ -1,4 +1,4 @@
-"""What is put in on the way: bias, penalties, allowed tokens, a smaller draft vocabulary; and how logits may lie."""
+"""Test edits of logits (bias, penalties, mask, a smaller draft vocabulary), and the memory layouts they may have."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def test_bias_and_penalties(rule, device):
     ]
     given = make(batch, drafts=[S()] * 4, V=900, K=2, device=device, ragged=False)
     tokens = given.tokens.clone()
-    tokens[:, 1] = tokens[:, 0]  # seen twice behind itself
+    tokens[:, 1] = tokens[:, 0]  # repeated right after itself
     history = [History([1, 2, 3, int(t[0])], [2, 2, 700]) for t in tokens]
     assert_equal(replace(given, tokens=tokens, history=history).chosen(), rule)
 
@@ -76,13 +76,13 @@ def test_a_smaller_draft_vocabulary_with_penalties(device):
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_drafter_may_hand_over_its_log_sum_exp(rule, device):
+def test_a_drafter_may_pass_its_log_sum_exp(rule, device):
     given = make([S(temperature=0.8), S()], drafts=[S(temperature=0.7)] * 2, device=device)
     lse = (given.draft.double() / 0.7).logsumexp(-1)
     assert_equal(replace(given, extra={"draft_lse": lse}), rule)
 
 
-def test_a_drafter_with_filters_hands_over_its_cutoff_too(device):
+def test_a_drafter_with_filters_passes_its_cutoff_too(device):
     given = make([S(temperature=0.8)] * 2, drafts=[S(temperature=0.7, top_k=9)] * 2, K=1, V=600, device=device)
     dist = dp.warp(given.draft, given.drafts)
     assert_equal(replace(given, extra={"draft_lse": dist.lse, "draft_cutoff": dist.cutoff.double()}), "token")
@@ -104,16 +104,16 @@ def test_any_strides_and_ragged_rows_give_the_same(device):
 
 
 @pytest.mark.parametrize("K", [0, 2])
-def test_rows_that_stand_elsewhere_in_the_batch_are_found(K, device):
-    """Of a small batch, the scan asks for first rows where it takes them to stand."""
+def test_rows_in_another_order_are_found(K, device):
+    """In a small batch the scan loads first rows before it knows their order."""
     given = make([S(temperature=0.8), S(temperature=0.0), S(min_p=0.1)], K=K, V=600, device=device)
     want = reference(given, "token").tokens.tolist()
-    turn = torch.tensor([2, 0, 1])
+    order = torch.tensor([2, 0, 1])
     rows = parameters(given)
-    rows["target_rows"].copy_(turn)
-    rows["draft_rows"].copy_(turn)
+    rows["target_rows"].copy_(order)
+    rows["draft_rows"].copy_(order)
     target, draft = torch.empty_like(given.target), torch.empty_like(given.draft)
-    target[turn], draft[turn] = given.target, given.draft
+    target[order], draft[order] = given.target, given.draft
     assert verify_rows(target, given.tokens, draft, parameters=rows, rule="token").tokens.tolist() == want
 
 

@@ -1,4 +1,4 @@
-"""`verify` takes the fused path where kernels run: the same verdicts, and the same words where something is wrong."""
+"""Test that `verify` uses the kernels where they run: the same verdicts, and the same error messages."""
 
 import math
 from dataclasses import replace
@@ -10,8 +10,8 @@ import draftproof as dp
 from draftproof import kernels
 from draftproof.core.distribution import DraftVocab
 from draftproof.core.types import Draft, History
-from draftproof.rules import RULES
-from draftproof.rules import api as fused
+from draftproof.rules import RULES, api
+from draftproof.rules.checks import MIXED_DRAFT
 from kernels.side_by_side import Input, make, reference
 
 S = dp.SamplingParams
@@ -20,7 +20,7 @@ CHAINS = ("token", "block", "coupled")
 
 @pytest.fixture
 def calls(monkeypatch, device):
-    """Kernels run wherever the tests do; how often they were called."""
+    """Make kernels run wherever the tests do; list the rules they were called with."""
     seen = []
     launched = kernels.verify_rows
     monkeypatch.setattr(kernels, "runs_on", lambda device: True)
@@ -43,7 +43,7 @@ def assert_same(got: dp.Verdict, want: dp.Verdict) -> None:
 
 
 @pytest.mark.parametrize("rule", CHAINS)
-def test_verify_takes_the_fused_path_and_says_the_same(rule, calls, device):
+def test_verify_uses_the_kernels_and_gives_the_same_verdict(rule, calls, device):
     batch = [S(temperature=0.7), S(temperature=0.0), S(temperature=0.9, repetition_penalty=1.3)]
     given = replace(make(batch, V=300, K=2, device=device), history=[History([1, 2], [3])] * 3)
     assert_same(by_name(given, rule), reference(given, rule))
@@ -99,57 +99,60 @@ def settled(given: Input, drawn: torch.Tensor | None = None) -> Draft:
     return Draft(given.tokens, given.lengths, dist, drawn)
 
 
-def judged(given: Input, draft: Draft, rule: str):
+def both_verdicts(given: Input, draft: Draft, rule: str) -> tuple[api.Decision, dp.Verdict]:
+    """Decide a draft whose q is given by the kernels and by the reference."""
     rng = dp.Philox(given.seeds, given.positions)
-    rows = fused.verify_draft(given.target, given.samplings, draft, rng, rule, allowed=given.allowed)
+    scored = api.Scored(given.target, given.samplings, draft, allowed=given.allowed)
+    decision = api.decide(scored, lambda: rng, rule, lambda decision: decision)
+    assert decision.by_kernels
     p = dp.warp(given.target, given.samplings, None, draft, given.allowed)
-    return rows, RULES[rule](p, draft, rng)
+    return decision, RULES[rule](p, draft, rng)
 
 
 @pytest.mark.parametrize("rule", CHAINS)
-def test_a_draft_is_judged_by_the_distributions_it_was_drawn_from(rule, calls, device):
-    """Every row drawn in a way of its own: warm, filtered, greedy."""
+def test_a_draft_is_verified_against_the_distributions_it_was_drawn_from(rule, calls, device):
+    """Every row is drawn differently: warm, filtered, greedy."""
     drafts = [S(temperature=0.7), S(temperature=1.2, top_k=9), S(temperature=0.0)]
     given = make([S(temperature=0.8)] * 3, drafts=drafts, V=300, K=2, device=device, seed=4, ragged=False)
-    rows, want = judged(given, settled(given), rule)
-    assert rows.faults.tolist() == [0, 0, 0]
-    assert_same(dp.Verdict(rows.tokens, rows.accepted), want)
+    decision, want = both_verdicts(given, settled(given), rule)
+    assert decision.faults.tolist() == [0, 0, 0]
+    assert_same(decision.verdict, want)
 
 
-def test_a_draft_over_a_smaller_vocabulary_is_judged_by_its_own_entries(calls, device):
+def test_a_draft_over_a_smaller_vocabulary_is_verified_by_its_own_entries(calls, device):
     given = make([S(temperature=0.8), S()], V=200, K=2, device=device, entries=120, seed=2)
-    rows, want = judged(given, settled(given), "block")
-    assert rows.faults.tolist() == [0, 0]
-    assert_same(dp.Verdict(rows.tokens, rows.accepted), want)
+    decision, want = both_verdicts(given, settled(given), "block")
+    assert decision.faults.tolist() == [0, 0]
+    assert_same(decision.verdict, want)
 
 
-def test_rows_that_were_chosen_stand_beside_rows_that_were_drawn(calls, device):
+def test_chosen_rows_and_drawn_rows_share_a_batch(calls, device):
     given = make([S(temperature=0.8)] * 3, V=100, K=2, device=device, ragged=False)
     drawn = torch.tensor([[True, True], [False, False], [True, False]], device=device)
-    rows, want = judged(given, settled(given, drawn), "token")
-    assert rows.faults.tolist() == [0, 0, fused.MIXED_DRAFT]  # a mixture inside a row is for the reference
-    assert rows.tokens[:2].tolist() == want.tokens[:2].tolist()
+    decision, want = both_verdicts(given, settled(given, drawn), "token")
+    assert decision.faults.tolist() == [0, 0, MIXED_DRAFT]  # a mixture inside a row is for the reference
+    assert decision.verdict.tokens[:2].tolist() == want.tokens[:2].tolist()
 
 
 def test_distributions_that_differ_inside_a_row_are_for_the_reference(calls, device):
     given = make([S()] * 3, V=100, K=2, device=device, ragged=False)
-    dist = settled(given).dist
+    dist = settled(given).q
     scale = dist.scale.clone()
     scale[1, 1] = 2.0
     point = dist.point.clone()
     point[2] = (given.tokens[2] + 1) % 100
     draft = Draft(given.tokens, given.lengths, replace(dist, scale=scale, point=point, plain=False))
-    assert judged(given, draft, "token")[0].faults.tolist()[1:] == [fused.MIXED_DRAFT] * 2
+    assert both_verdicts(given, draft, "token")[0].faults.tolist()[1:] == [MIXED_DRAFT] * 2
 
 
-def test_a_draft_of_shared_noise_is_refused(calls, device):
+def test_a_draft_of_shared_random_numbers_is_refused(calls, device):
     given = make([S()], V=40, K=1, device=device)
     with pytest.raises(dp.InexactError, match="drawn with the target's own noise"):
-        judged(given, replace(settled(given), shared_rng=True), "block")
+        both_verdicts(given, replace(settled(given), shared_rng=True), "block")
 
 
 def test_the_map_of_a_vocabulary_is_the_checked_one(device):
-    from draftproof.rules.api import _unchecked
+    from draftproof.rules.api import _unchecked_vocab
 
     ids = torch.tensor([4, 0, 7], device=device)
-    assert _unchecked(ids, 9).entry.tolist() == DraftVocab.of(ids, 9).entry.tolist()
+    assert _unchecked_vocab(ids, 9).entry.tolist() == DraftVocab.of(ids, 9).entry.tolist()

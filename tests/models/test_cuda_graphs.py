@@ -1,4 +1,4 @@
-"""When a pass is recorded, and what happens where it cannot be. Replays themselves: tests/engine/test_cuda.py."""
+"""When a pass is captured as a CUDA graph, and what happens if not. Real replays: tests/engine/test_cuda.py."""
 
 import gc
 import warnings
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from draftproof.models import cuda_graphs as graphs
-from draftproof.models.cuda_graphs import TIMES, GraphCache, Recordings
+from draftproof.models.cuda_graphs import SWITCHED_OFF, TIMES, GraphCache, Recordings
 
 
 class Tape(torch.cuda.CUDAGraph):
-    """Stands for a CUDA graph: replaying runs the body again, on the memory it was recorded with."""
+    """A fake CUDA graph: replaying runs the body again, on the memory it was recorded with."""
 
     def __new__(cls, again):
         return object.__new__(cls)
@@ -31,13 +31,13 @@ def body(tokens, lengths, parents=None):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """The shapes that were recorded, in order; replaying runs the body on the recorded memory."""
+    """Record with fake graphs; return the widths that were recorded, in order."""
     shapes = []
 
-    def capture(run, kept, device):
+    def capture(run, recordings, device):
         outputs = run()
         shapes.append(outputs[0].shape[1])
-        return Tape(lambda: [mine.copy_(new) for mine, new in zip(outputs, run(), strict=True)]), outputs
+        return Tape(lambda: [output.copy_(new) for output, new in zip(outputs, run(), strict=True)]), outputs
 
     monkeypatch.setattr(graphs, "captured", capture)
     monkeypatch.setattr(graphs, "watched", nullcontext)
@@ -45,10 +45,10 @@ def recorded(monkeypatch):
     return shapes
 
 
-def passes(recorder, kept, width, reach, times, asked=()):
+def passes(recorder, kept, width, reach, times, variant=()):
     for n in range(times):
         inputs = torch.arange(2 * width).view(2, width) + n, torch.tensor([5, 7]) + n
-        assert_same(recorder.run(body, inputs, reach, kept, asked), body(*inputs))
+        assert_same(recorder.run(body, inputs, reach, kept, variant), body(*inputs))
 
 
 def assert_same(made, wanted):
@@ -66,8 +66,8 @@ def test_a_shape_is_recorded_when_it_has_come_often_enough(recorded):
     assert recorded == [3, 4, 3]
 
 
-def test_what_looks_further_serves_for_what_looks_less_far(recorded):
-    """At a border of buckets the reach goes to and fro with every rejection."""
+def test_a_graph_with_a_larger_reach_serves_a_smaller_one(recorded):
+    """At a bucket border the reach changes back and forth with every rejection."""
     recorder, kept = GraphCache(), Recordings()
     passes(recorder, kept, 3, 512, TIMES + 1)
     passes(recorder, kept, 3, 256, TIMES + 2)
@@ -76,16 +76,16 @@ def test_what_looks_further_serves_for_what_looks_less_far(recorded):
 
 def test_what_else_a_pass_depends_on_has_a_recording_of_its_own(recorded):
     recorder, kept = GraphCache(), Recordings()
-    for asked in ((), (1, 2)):
-        passes(recorder, kept, 3, 256, TIMES + 2, asked)
-    for n in range(TIMES + 2):  # and so have trees, by their parents' shape
+    for variant in ((), (1, 2)):
+        passes(recorder, kept, 3, 256, TIMES + 2, variant)
+    for n in range(TIMES + 2):  # a tree too, by its parents' shape
         inputs = torch.ones((2, 3), dtype=torch.long), torch.tensor([3, 4]), torch.full((2, 2), n)
         assert_same(recorder.run(body, inputs, 256, kept), body(*inputs))
     assert recorded == [3, 3, 3]
     assert len(kept.by_kind) == 3
 
 
-def test_what_was_recorded_is_forgotten_with_its_buffers(recorded):
+def test_graphs_are_dropped_with_their_buffers(recorded):
     recorder, kept = GraphCache(), Recordings()
     passes(recorder, kept, 3, 256, TIMES + 1)
     kept.pool = object()
@@ -95,7 +95,7 @@ def test_what_was_recorded_is_forgotten_with_its_buffers(recorded):
     assert recorded == [3, 3]
 
 
-def test_a_replay_does_not_write_over_what_it_gave_before(recorded):
+def test_a_replay_does_not_overwrite_an_earlier_result(recorded):
     recorder, kept = GraphCache(), Recordings()
     passes(recorder, kept, 2, 256, TIMES + 1)
     tokens, lengths = torch.ones((2, 2), dtype=torch.long), torch.tensor([3, 4])
@@ -104,45 +104,45 @@ def test_a_replay_does_not_write_over_what_it_gave_before(recorded):
     assert_same(one, body(tokens, lengths))
 
 
-def test_a_pass_that_waits_is_found_out_before_it_is_recorded(recorded, monkeypatch):
-    """While a recording runs, a wait would be an error from which torch does not recover."""
+def test_a_pass_that_synchronises_is_found_before_it_is_recorded(recorded, monkeypatch):
+    """During a capture a sync would be an error from which torch does not recover."""
     monkeypatch.setattr(graphs, "watched", lambda: nullcontext(["model.py:7"]))
     recorder, kept = GraphCache(), Recordings()
     passes(recorder, kept, 3, 256, TIMES - 1)
-    with pytest.warns(UserWarning, match=r"cannot be recorded: it waits for the device \(model.py:7\)"):
+    with pytest.warns(UserWarning, match=r"cannot be recorded: it synchronises with the device \(model.py:7\)"):
         passes(recorder, kept, 3, 256, 1)
     passes(recorder, kept, 3, 256, TIMES)
     assert not recorded
 
 
-def test_torch_is_asked_where_a_pass_waits(monkeypatch):
+def test_torch_reports_where_a_pass_synchronises(monkeypatch):
     modes = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     found = []
 
     def rehearse():
-        with graphs.watched() as waits:
+        with graphs.watched() as syncs:
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
             warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
             warnings.warn("something else", stacklevel=1)
-        found.extend(waits)
+        found.extend(syncs)
 
     with pytest.warns(UserWarning, match="something else") as others:
         rehearse()
-    assert [place.rpartition("/")[2].partition(":")[0] for place in found] == ["test_graphs.py"]
+    assert [place.rpartition("/")[2].partition(":")[0] for place in found] == ["test_cuda_graphs.py"]
     assert (modes, len(others)) == (["warn", 0], 1)
 
 
 def test_no_garbage_is_collected_while_a_pass_is_recorded():
-    """Among it may be older recordings, and to destroy one can end another."""
-    with graphs._undisturbed():
+    """It may destroy an older graph, which can invalidate the running capture."""
+    with graphs._garbage_collection_off():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="recording fails only where there is no GPU")
-def test_where_recording_fails_passes_go_on_and_say_why(monkeypatch):
+def test_if_recording_fails_passes_go_on_with_a_warning(monkeypatch):
     monkeypatch.setattr(graphs, "watched", nullcontext)
     monkeypatch.setattr(graphs, "recordable", lambda tokens: True)
     recorder, kept = GraphCache(), Recordings()
@@ -161,5 +161,5 @@ def test_only_short_passes_on_a_gpu_are_recorded():
 
 
 def test_recording_can_be_switched_off(recorded):
-    passes(GraphCache("switched off"), Recordings(), 3, 256, TIMES + 3)
+    passes(GraphCache(SWITCHED_OFF), Recordings(), 3, 256, TIMES + 3)
     assert not recorded

@@ -1,3 +1,5 @@
+"""Encoder-decoder models: rounds over the cache give the logits of a plain forward."""
+
 import pytest
 import torch
 import transformers as tf

@@ -1,4 +1,4 @@
-"""A head on disk, the target it belongs to, and the refusal of every other."""
+"""The file of a head: it is read as written, and refused on any target but its own."""
 
 import copy
 import json
@@ -9,6 +9,7 @@ import transformers as tf
 
 from draftproof.models.cpu_linear import pack
 from draftproof.models.head import file as headfile
+from draftproof.models.head.attach import SHIPPED
 from draftproof.models.head.network import Head
 from draftproof.models.head.taps import default_taps, embeddings, output_rows, shape_for, weights_hash
 from draftproof.models.hf import HFModel
@@ -17,7 +18,7 @@ from models.families import CONFIGS, V, family
 IDS = (7, 3, 20, 11)
 
 
-def sheet(model: tf.PreTrainedModel) -> headfile.HeadMeta:
+def metadata(model: tf.PreTrainedModel) -> headfile.HeadMeta:
     return headfile.meta_for(model, IDS, target="tiny", training={"steps": 3, "seconds": 1.5}, licence="Apache-2.0")
 
 
@@ -28,24 +29,30 @@ def llama() -> tf.PreTrainedModel:
 
 @pytest.fixture
 def saved(llama, tmp_path):
-    headfile.save(tmp_path / "head", Head(shape_for(llama)), sheet(llama))
+    headfile.save(tmp_path / "head", Head(shape_for(llama)), metadata(llama))
     return tmp_path / "head"
 
 
 def test_what_is_saved_is_loaded(llama, saved):
     head, meta = headfile.load(saved)
-    assert meta == sheet(llama)
+    assert meta == metadata(llama)
     assert head.shape == shape_for(llama)
     assert not head.training
     for name, weight in Head(shape_for(llama)).state_dict().items():
         assert torch.equal(head.state_dict()[name], weight.half().float())
 
 
-def test_a_person_can_read_the_sheet(saved):
-    told = json.loads((saved / "head.json").read_text())
-    assert told["target"] == "tiny"
-    assert told["training"] == {"steps": 3, "seconds": 1.5}
-    assert told["shape"]["taps"] == [1, 2, 3]
+def test_the_metadata_is_readable_json(saved):
+    content = json.loads((saved / "head.json").read_text())
+    assert content["target"] == "tiny"
+    assert content["training"] == {"steps": 3, "seconds": 1.5}
+    assert content["shape"]["taps"] == [1, 2, 3]
+
+
+def test_the_package_ships_the_head_of_the_bundled_model():
+    head, meta = headfile.load(SHIPPED)
+    assert (meta.model_type, meta.hidden, meta.layers) == ("llama", 576, 30)
+    assert head.shape.hidden == 576
 
 
 def test_a_head_of_the_bundled_model_has_ten_megabytes():
@@ -60,11 +67,11 @@ def test_a_head_of_the_bundled_model_has_ten_megabytes():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_weights_have_the_same_name_in_every_precision(llama, dtype):
+def test_the_weights_have_the_same_hash_in_every_precision(llama, dtype):
     assert weights_hash(copy.deepcopy(llama).to(dtype)) == weights_hash(llama)
 
 
-def test_the_weights_have_the_same_name_packed(llama):
+def test_the_weights_have_the_same_hash_packed(llama):
     packed = copy.deepcopy(llama)
     pack(packed)
     assert weights_hash(packed) == weights_hash(llama)
@@ -74,16 +81,16 @@ def test_the_weights_have_the_same_name_packed(llama):
 
 
 @pytest.mark.parametrize("part", ["model.embed_tokens", "model.layers.0.self_attn.q_proj"])
-def test_other_weights_have_another_name(llama, part):
+def test_other_weights_have_another_hash(llama, part):
     other = copy.deepcopy(llama)
     with torch.no_grad():
         other.get_submodule(part).weight += 0.02 * torch.randn(1, generator=torch.Generator().manual_seed(0))
     assert weights_hash(other) != weights_hash(llama)
 
 
-def test_a_head_is_welcome_on_its_own_target(llama):
-    headfile.check_target(sheet(llama), llama)
-    headfile.check_target(sheet(llama), copy.deepcopy(llama).to(torch.bfloat16))
+def test_a_head_is_accepted_on_its_own_target(llama):
+    headfile.check_target(metadata(llama), llama)
+    headfile.check_target(metadata(llama), copy.deepcopy(llama).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,7 @@ def test_a_head_is_welcome_on_its_own_target(llama):
 )
 def test_a_head_on_another_architecture_is_refused(llama, name, reason):
     with pytest.raises(ValueError, match=reason):
-        headfile.check_target(sheet(llama), family(name))
+        headfile.check_target(metadata(llama), family(name))
 
 
 def test_a_head_on_other_sizes_is_refused(llama):
@@ -100,7 +107,7 @@ def test_a_head_on_other_sizes_is_refused(llama):
         config = copy.deepcopy(llama.config)
         setattr(config, field, size)
         with pytest.raises(ValueError, match=reason):
-            headfile.check_target(sheet(llama), tf.LlamaForCausalLM(config))
+            headfile.check_target(metadata(llama), tf.LlamaForCausalLM(config))
 
 
 def test_a_head_on_other_weights_is_refused(llama):
@@ -108,17 +115,17 @@ def test_a_head_on_other_weights_is_refused(llama):
         torch.manual_seed(9)
         other = tf.LlamaForCausalLM(llama.config)
     with pytest.raises(ValueError, match="same sizes and other weights"):
-        headfile.check_target(sheet(llama), other)
+        headfile.check_target(metadata(llama), other)
 
 
 def test_what_is_no_head_is_refused_with_what_it_should_be(saved, tmp_path):
-    with pytest.raises(ValueError, match=r"no head: a folder with head\.json and head\.safetensors"):
+    with pytest.raises(ValueError, match=r"no head: expected a folder with head\.json and head\.safetensors"):
         headfile.load(tmp_path / "nowhere")
     (saved / "head.safetensors").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="no head that can be read"):
         headfile.load(saved)
     (saved / "head.json").write_text('{"layout": 2}')
-    with pytest.raises(ValueError, match="another layout"):
+    with pytest.raises(ValueError, match="has layout 2, and this version reads only layout 1"):
         headfile.load(saved)
 
 

@@ -1,9 +1,11 @@
+"""Causal language models of every family: ragged rounds and trees over the slot cache equal a plain forward."""
+
 import pytest
 import torch
 import transformers as tf
 
 from draftproof.core.types import InexactError
-from draftproof.models.compatibility import TRIED
+from draftproof.models.compatibility import TESTED_FAMILIES
 from draftproof.models.hf import HFModel
 from draftproof.models.interface import Cache, Model
 from models.families import CONFIGS, LLAMA, V, family
@@ -11,6 +13,7 @@ from models.reference import TOLERANCE, Rows, branch
 
 TEXTS = [[5, 9, 4, 8, 3, 7, 7, 20, 31, 12, 6], [11, 12], [3]]
 PARENTS = [-1, 0, 0, -1, 3, 1]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 
 
 def alone(model):
@@ -35,7 +38,7 @@ def test_ragged_rounds_with_rollbacks_equal_a_plain_forward(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_tree_equals_its_branches_and_the_kept_path_is_remembered(name):
+def test_a_tree_equals_its_branches_and_the_kept_path_is_cached(name):
     model = family(name)
     plain = alone(model)
     rows = rows_of(model)
@@ -87,7 +90,7 @@ def test_fresh_rows_can_join_before_their_first_pass():
     assert rows.chain_round(2, [1, 2, 0, 1], alone(model)) < TOLERANCE
 
 
-def test_a_buffer_that_grows_forgets_nothing():
+def test_a_buffer_that_grows_keeps_its_content():
     torch.manual_seed(0)
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**{**LLAMA, "max_position_embeddings": 600})).eval()
     served = HFModel(model)
@@ -121,14 +124,11 @@ def test_hidden_states_are_those_of_a_plain_forward(name):
 
 
 def everything_about(model):
-    """Every attribute, flag, hook and configuration entry of every module."""
+    """Return every attribute, flag, hook and configuration entry of every module."""
     return [
         (name, type(module), module.training, sorted(module.__dict__), [len(getattr(module, h)) for h in HOOKS])
         for name, module in model.named_modules()
     ], model.config.to_dict()
-
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "falcon-alibi", "gemma3"])
@@ -145,8 +145,8 @@ def test_the_users_model_is_not_altered(name):
 def test_no_weight_is_copied():
     model = family("llama")
     served = HFModel(model)
-    mine = {p.data_ptr() for p in [*served._net.parameters(), *served.first_layers(1)._net.parameters()]}
-    assert mine <= {p.data_ptr() for p in model.parameters()}
+    pointers = {p.data_ptr() for p in [*served._net.parameters(), *served.first_layers(1)._net.parameters()]}
+    assert pointers <= {p.data_ptr() for p in model.parameters()}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3", "gpt2", "opt", "bloom", "falcon-alibi"])
@@ -292,12 +292,12 @@ def test_positions_that_are_not_counted_for_each_row_are_refused():
 
 def test_a_family_that_is_not_in_our_tests_is_probed_and_served_if_it_agrees():
     model = tf.StableLmForCausalLM(tf.StableLmConfig(**LLAMA)).eval()
-    assert model.config.model_type not in TRIED
+    assert model.config.model_type not in TESTED_FAMILIES
     assert rows_of(model).chain_round(3, [0, 1, 2], alone(model)) < TOLERANCE
 
 
 class Forgetful(tf.LlamaForCausalLM):
-    """Ignores the mask that it is given: what a probe is for."""
+    """A model that ignores its mask, which a probe must find."""
 
     def forward(self, input_ids=None, attention_mask=None, **inputs):
         return super().forward(input_ids, **inputs)
@@ -311,13 +311,13 @@ def test_a_model_that_answers_differently_in_a_batch_is_refused():
 
 
 def test_every_family_of_the_tests_skips_the_probe_and_no_other():
-    assert {family(name).config.model_type for name in CONFIGS} == TRIED
+    assert {family(name).config.model_type for name in CONFIGS} == TESTED_FAMILIES
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
-def test_a_gpu_gives_the_same_and_is_never_waited_for(name):
+def test_a_gpu_gives_the_same_without_a_sync(name):
     model = family(name).cuda()
     served = HFModel(model)
     rows = [torch.tensor([text[-1], 4, 5, 6]) for text in TEXTS]

@@ -1,3 +1,5 @@
+"""The toy model: every logit is the table's entry, in chains and trees."""
+
 import time
 
 import pytest
@@ -11,7 +13,7 @@ PARENTS = [-1, 0, 0, -1, 3]
 
 
 def logits_after(toy, text):
-    """Read off the table by hand."""
+    """Look up the logits after a text by hand."""
     before = text[-2] if len(text) > 1 else 0
     return toy.table[text[-1]] if toy.table.ndim == 2 else toy.table[before, text[-1]]
 
@@ -35,7 +37,7 @@ def test_ragged_rounds_with_rollbacks_read_the_table(order):
 
 
 @pytest.mark.parametrize("order", [1, 2])
-def test_a_tree_reads_the_table_at_its_branches_and_remembers_its_path(order):
+def test_a_tree_reads_the_table_at_its_branches_and_caches_its_path(order):
     toy = Toy.random(7, order=order)
     cache = toy.new_cache(2)
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]])

@@ -1,4 +1,4 @@
-"""Tokenizers made on the spot, one for each way in which tokens become text."""
+"""Tiny tokenizers, one for each way in which tokens decode to text."""
 
 from functools import cache
 
@@ -19,7 +19,7 @@ SPECIAL = [AddedToken(token, special=True, normalized=False) for token in ("<|im
 
 @cache
 def byte_level() -> PreTrainedTokenizerFast:
-    """GPT-2's way: tokens are bytes. Some end inside a character, and random ones are no UTF-8 at all."""
+    """Train a tokenizer like GPT-2's: tokens are bytes, some end inside a character, random ones are not UTF-8."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,7 +34,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 @cache
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """Llama 2's way: words carry the space before them, and characters that are no tokens become bytes."""
+    """Build a tokenizer like Llama 2's: words include the space before them, unknown characters become bytes."""
     words = ["▁", *"abcdefghijklmnopqrstuvwxyz.,!", "▁t", "▁th", "▁the", "▁f", "▁fo", "▁fox"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("▁", "f"), ("▁f", "o"), ("▁fo", "x")]
@@ -48,7 +48,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 @cache
 def word_pieces() -> PreTrainedTokenizerFast:
-    """BERT's way: a space in front of every token that does not say otherwise."""
+    """Build a tokenizer like BERT's: decoding puts a space before every token that does not start with ##."""
     tokens = ["[UNK]", "the", "fox", "##es", "jump", "##ing", ".", "'"]
     tokenizer = Tokenizer(models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

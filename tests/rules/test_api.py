@@ -133,7 +133,7 @@ WRONG = {
         lambda t, x, q: dp.verify(t, x, q, seeds=torch.tensor([1, 2]), positions=0),
         r"seeds must be \[3\]; got \[2\]",
     ),
-    "one seed for many rows": (lambda t, x, q: dp.verify(t, x, q, seeds=4, positions=0), "share their coins"),
+    "one seed for many rows": (lambda t, x, q: dp.verify(t, x, q, seeds=4, positions=0), "share their random numbers"),
     "positions missing": (
         lambda t, x, q: dp.verify(t, x, q, seeds=torch.arange(3)),
         "positions must be given with seeds",
@@ -192,7 +192,7 @@ def test_shape_errors_are_clear_where_no_annotation_is_executed():
     ):
         code = (
             "import sys; sys.path.insert(0, sys.argv[1]); sys.path.insert(0, sys.argv[2])\n"
-            "import re, test_entrance as t\n"
+            "import re, test_api as t\n"
             f"call, words = t.WRONG[{case!r}]\n"
             "try: call(*t.inputs())\n"
             "except ValueError as e: assert re.search(words, str(e)), e\n"

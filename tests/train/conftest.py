@@ -1,10 +1,10 @@
-"""The tiny target that the trainings of these tests learn from, as a folder."""
+"""Fixture for the training tests: the tiny target, saved as a folder."""
 
 import pytest
 
-from train.tiny_target import save_pupil
+from train.tiny_target import save_tiny_llama
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_pupil(tmp_path_factory.mktemp("pupil"))
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))

@@ -1,4 +1,4 @@
-"""A head learns: it is accepted more than an untrained one, in its time, and over interruptions."""
+"""Train a tiny head end to end: it beats an untrained one, keeps its time budget, and survives interruptions."""
 
 import dataclasses
 import json
@@ -13,11 +13,11 @@ from draftproof.models.head.file import load as load_head
 from draftproof.models.head.file import save
 from draftproof.train import data as corpora
 from draftproof.train.api import Watch, train
-from draftproof.train.config import PausedError, Plan
-from draftproof.train.evaluate import OVERALL, held_out, tallies
+from draftproof.train.config import PausedError, TrainConfig
+from draftproof.train.evaluate import OVERALL, count_passes, held_out_prompts
 from draftproof.train.trainer import new_head
 from models.tiny_tokenizers import byte_level
-from train.tiny_target import Ticks, pupil
+from train.tiny_target import Ticks, tiny_llama
 
 SMALL = {"length": 64, "batch": 8, "depth": 3, "vocab": 200, "learning_rate": 0.02}
 
@@ -25,21 +25,21 @@ SMALL = {"length": 64, "batch": 8, "depth": 3, "vocab": 200, "learning_rate": 0.
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("heads") / "head"
-    return out, train(Plan(target=folder, out=out, minutes=1.0, device="cpu", **SMALL), clock=Ticks(0.04))
+    return out, train(TrainConfig(target=folder, out=out, minutes=1.0, device="cpu", **SMALL), clock=Ticks(0.04))
 
 
 def per_pass(folder, head, **sampling):
     engine = load(folder, f"head:{head}", device="cpu", num_draft_tokens=3)
-    return tallies(engine, held_out()[:24], sampling, max_tokens=48)[OVERALL].per_pass
+    return count_passes(engine, held_out_prompts()[:24], sampling, max_tokens=48)[OVERALL].per_pass
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_a_trained_head_is_accepted_more_than_an_untrained_one(folder, trained, tmp_path, temperature):
     out, _ = trained
     _, meta = load_head(out)
-    save(tmp_path, new_head(pupil(), 0), meta)
-    knows, guesses = (per_pass(folder, head, temperature=temperature) for head in (out, tmp_path))
-    assert knows > guesses + 0.15, (knows, guesses)
+    save(tmp_path, new_head(tiny_llama(), 0), meta)
+    trained_rate, untrained_rate = (per_pass(folder, head, temperature=temperature) for head in (out, tmp_path))
+    assert trained_rate > untrained_rate + 0.15, (trained_rate, untrained_rate)
 
 
 def test_data_and_training_end_when_they_should(trained):
@@ -48,7 +48,7 @@ def test_data_and_training_end_when_they_should(trained):
     assert figures["seconds"]["data"] + figures["seconds"]["training"] == pytest.approx(54.0, abs=2.0)
 
 
-def test_the_figures_tell_how_it_was_made_and_how_it_fared(trained):
+def test_the_figures_record_the_training_and_the_evaluation(trained):
     out, figures = trained
     assert json.loads((out / "figures.json").read_text())["steps"] == figures["steps"] > 50
     assert len(figures["held_out"]["accepted"]) == 3
@@ -75,51 +75,54 @@ def test_what_is_saved_is_the_average_of_the_latest_weights(trained):
 
 
 def test_a_paused_run_goes_on_where_it_was(folder, tmp_path):
-    plan = Plan(target=folder, out=tmp_path / "head", minutes=0.4, device="cpu", **SMALL)
+    config = TrainConfig(target=folder, out=tmp_path / "head", minutes=0.4, device="cpu", **SMALL)
     with pytest.raises(PausedError):
-        train(plan, pause=12.0, clock=Ticks(0.06))
-    state = torch.load(plan.out / "work" / "student.pt", weights_only=True)
-    assert not (plan.out / "head.json").exists()
+        train(config, pause=12.0, clock=Ticks(0.06))
+    state = torch.load(config.out / "work" / "student.pt", weights_only=True)
+    assert not (config.out / "head.json").exists()
     steps = []
-    figures = train(plan, resume=True, clock=Ticks(0.06), watch=Watch(progress=lambda now: steps.append(now.steps)))
+    figures = train(config, resume=True, clock=Ticks(0.06), watch=Watch(progress=lambda now: steps.append(now.steps)))
     assert min(steps) > state["steps"] > 0
     assert figures["steps"] > state["steps"]
-    assert figures["seconds"]["all"] < 60 * plan.minutes + 5
-    assert (plan.out / "head.json").exists()
+    assert figures["seconds"]["all"] < 60 * config.minutes + 5
+    assert (config.out / "head.json").exists()
 
 
 def test_an_interrupted_run_has_lost_no_more_than_what_followed_its_checkpoint(folder, tmp_path):
-    """Ctrl-C in the training: data and what was spent are kept."""
-    plan = Plan(target=folder, out=tmp_path / "head", minutes=0.4, device="cpu", **SMALL)
+    """Ctrl-C during training: the texts and the seconds spent are saved."""
+    config = TrainConfig(target=folder, out=tmp_path / "head", minutes=0.4, device="cpu", **SMALL)
 
     def interrupt(now):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(plan, clock=Ticks(0.06), watch=Watch(progress=interrupt))
-    texts = len(corpora.kept(plan.out / "work"))
-    assert train(plan, resume=True, clock=Ticks(0.06))["texts"] >= texts - texts // 32 - 1
+        train(config, clock=Ticks(0.06), watch=Watch(progress=interrupt))
+    texts = len(corpora.load_texts(config.out / "work"))
+    assert train(config, resume=True, clock=Ticks(0.06))["texts"] >= texts - texts // 32 - 1
 
 
 def test_the_time_budget_is_kept(folder, tmp_path):
-    plan = Plan(target=folder, out=tmp_path / "head", minutes=0.2, device="cpu", **SMALL)
-    began = time.process_time()  # of this process alone: what its neighbours take does not count
-    train(plan, clock=time.process_time)
-    assert time.process_time() - began < 1.5 * 12  # the plot and the last few answers come on top
+    config = TrainConfig(target=folder, out=tmp_path / "head", minutes=0.2, device="cpu", **SMALL)
+    began = time.process_time()  # CPU time of this process: other processes do not count
+    train(config, clock=time.process_time)
+    assert time.process_time() - began < 1.5 * 12  # the plot and the last answers come on top
 
 
 def test_a_target_that_never_answers_is_refused(folder, tmp_path, monkeypatch):
-    kept = corpora.kept
-    monkeypatch.setattr(
-        corpora, "kept", lambda place: dataclasses.replace(made := kept(place), spoken=made.spoken & False)
-    )
+    load_texts = corpora.load_texts
+
+    def without_answers(folder):
+        texts = load_texts(folder)
+        return dataclasses.replace(texts, is_answer=texts.is_answer & False)
+
+    monkeypatch.setattr(corpora, "load_texts", without_answers)
     with pytest.raises(ValueError, match=r"answered nothing in .* --minutes"):
-        train(Plan(target=folder, out=tmp_path / "head", minutes=0.1, device="cpu", **SMALL), clock=Ticks(0.06))
+        train(TrainConfig(target=folder, out=tmp_path / "head", minutes=0.1, device="cpu", **SMALL), clock=Ticks(0.06))
 
 
 def test_a_vocabulary_larger_than_the_target_s_is_refused_before_any_work(folder, tmp_path):
     with pytest.raises(ValueError, match=f"vocab=9999: .* has {len(byte_level())} tokens"):
-        train(Plan(target=folder, out=tmp_path / "head", vocab=9999, device="cpu"))
+        train(TrainConfig(target=folder, out=tmp_path / "head", vocab=9999, device="cpu"))
 
 
 def test_an_encoder_is_refused(tmp_path):
@@ -127,4 +130,4 @@ def test_an_encoder_is_refused(tmp_path):
     tf.T5ForConditionalGeneration(config).eval().save_pretrained(tmp_path / "t5")
     byte_level().save_pretrained(tmp_path / "t5")
     with pytest.raises(ValueError, match="has an encoder"):
-        train(Plan(target=str(tmp_path / "t5"), out=tmp_path / "head", device="cpu"))
+        train(TrainConfig(target=str(tmp_path / "t5"), out=tmp_path / "head", device="cpu"))

@@ -1,4 +1,4 @@
-"""What stands around a user's and an assistant's words is read off the chat template."""
+"""The tokens around user and assistant messages are found from the chat template."""
 
 import copy
 
@@ -11,14 +11,21 @@ from models.tiny_tokenizers import byte_fallback, byte_level
 def test_a_chat_is_put_together_as_the_template_would():
     tokenizer = byte_level()
     turns = turns_of(tokenizer)
-    said = {name: tokenizer.encode(name, add_special_tokens=False) for name in ("why", "so", "oh")}
+    encoded = {name: tokenizer.encode(name, add_special_tokens=False) for name in ("why", "so", "oh")}
     messages = [("user", "why"), ("assistant", "so"), ("user", "oh")]
     whole = tokenizer.apply_chat_template(
         [{"role": role, "content": content} for role, content in messages],
         add_generation_prompt=True,
         return_dict=False,
     )
-    made = [*turns.opening, *said["why"], *turns.to_assistant, *said["so"], *turns.to_user, *said["oh"]]
+    made = [
+        *turns.opening,
+        *encoded["why"],
+        *turns.to_assistant,
+        *encoded["so"],
+        *turns.to_user,
+        *encoded["oh"],
+    ]
     assert turns.is_chat
     assert [*made, *turns.to_assistant] == whole
 
@@ -35,8 +42,8 @@ def test_without_a_template_texts_begin_as_the_tokenizer_says():
     assert turns_of(tokenizer).opening == tuple(tokenizer.encode(""))
 
 
-def test_a_template_that_swallows_words_is_refused():
+def test_a_template_that_drops_a_message_is_refused():
     tokenizer = copy.copy(byte_level())
     tokenizer.chat_template = "hello"
-    with pytest.raises(ValueError, match="leaves out what was said"):
+    with pytest.raises(ValueError, match="leaves out a message"):
         turns_of(tokenizer)

@@ -1,4 +1,4 @@
-"""A target small enough to be learnt in seconds, as a folder and in memory; and a clock that ticks when it is read."""
+"""A target small enough to be learnt in seconds, in memory or as a folder, and a clock that advances when read."""
 
 import copy
 from functools import cache
@@ -10,11 +10,11 @@ import transformers as tf
 from models.tiny_tokenizers import byte_level
 
 SHARP = 3.0
-"""Standard deviation of the logits: a head has something to know, and can know it."""
+"""Standard deviation of the logits: the target is predictable, but not trivially."""
 
 
 class Ticks:
-    """Every look at it costs the same: what a run does then depends on no machine."""
+    """A clock that advances by one tick per read, so that a run does the same on every machine."""
 
     def __init__(self, tick: float) -> None:
         self._tick, self._now = tick, 0.0
@@ -25,8 +25,8 @@ class Ticks:
 
 
 @cache
-def pupil() -> tf.LlamaForCausalLM:
-    """What follows depends on the last tokens only, mostly on the very last."""
+def tiny_llama() -> tf.LlamaForCausalLM:
+    """Return a model whose next token depends on the last tokens only, mostly on the very last."""
     tokenizer = byte_level()
     config = tf.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3,
@@ -36,17 +36,17 @@ def pupil() -> tf.LlamaForCausalLM:
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         model = tf.LlamaForCausalLM(config).eval()
-        model.model.embed_tokens.weight *= 5  # the layers say little beside it
+        model.model.embed_tokens.weight *= 5  # the layers add little to it
         logits = model(torch.randint(len(tokenizer), (16, 32))).logits
         model.lm_head.weight *= SHARP / logits.std()
         model.lm_head.weight[tokenizer.eos_token_id] *= 1.5  # answers end now and then
     return model
 
 
-def save_pupil(folder: Path) -> str:
-    """Without a chat template: a model this small asks no questions, and all it says is there to learn from."""
+def save_tiny_llama(folder: Path) -> str:
+    """Save the model without a chat template: one this small asks no questions, and all its text is for training."""
     tokenizer = copy.deepcopy(byte_level())
     tokenizer.chat_template = None
-    pupil().save_pretrained(folder)
+    tiny_llama().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

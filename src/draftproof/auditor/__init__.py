@@ -1,1 +1,1 @@
-"""Is a decoder exact? Proofs by enumeration here; nothing in this folder knows the engine."""
+"""Test whether any decoder draws from its target model's distribution. Nothing here imports the engine."""

@@ -1,6 +1,6 @@
-"""What an audit came to: a verdict, how sure it is, what it has seen and what it has not. Kept as JSON, shown as text.
+"""Hold the result of an audit: a verdict, its evidence, what was tested and what was not; as JSON, text or HTML.
 
-A certificate never says "exact": only which bias it would have seen.
+A certificate never says "exact"; it says which bias would have been found.
 """
 
 import json
@@ -15,14 +15,13 @@ from draftproof.auditor.coverage import Coverage
 Verdict = Literal["no bias found", "biased", "not enough evidence"]
 EXIT_CODES: Final[dict[str, int]] = {"no bias found": 0, "biased": 1, "not enough evidence": 2}
 
-
 THE_END: Final = "the end of the text"
-"""What keeps out a token behind an end token."""
+"""`Impossible.parameter` of a token after an end-of-text token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """A token that cannot come: which text, where in it, and which parameter (or THE_END) should have kept it out."""
+    """An emitted token of probability 0: its text, its position, and the parameter (or THE_END) that rules it out."""
 
     text: int
     position: int
@@ -34,20 +33,21 @@ class Impossible:
 class Certificate:
     """The result of an audit.
 
-    reason        one sentence: what decided the verdict
-    log_evidence  log of the mean wealth of all bets, which decides at 1/`bet_alpha`, their part of alpha; `found_by` is
-                  the bet that decided, `found_at` after how many tokens
-    bets          each bet's own log evidence, and `visible` the smallest share of its distribution that would have been found
-                  nine times in ten (None: none would)
-    smallest_bias the share of a mixture with what is drafted that would have been found
-    decisive      the bets without which nobody is acquitted, and the share of its distribution that each must have seen
-    negligible    known defects that would have changed too few tokens to be looked for, and the share that they change
-    more_tokens   how many more would settle it, as far as can be told
-    unbet         positions where a cutoff lay within rounding of a token, on which nothing was bet
-    near_ties     of a greedy audit: tokens that differ from the likeliest within rounding
-    curve         (tokens, log evidence) on the way
-    tested        what was examined, and `untested` what was not
-    asked         the audit's own arguments, and `progress` all that is needed to go on with it
+    reason         one sentence: what decided the verdict
+    log_evidence   log of the mean wealth of all bets; it decides at 1/`bet_alpha`, the bets' part of alpha
+    found_by       the bet or test that decided, and `found_at` after how many tokens
+    bets           each bet's own log evidence
+    visible        for each bet the smallest share of its distribution that would have been found nine times in ten
+                   (None: not even all of it)
+    smallest_bias  the smallest share of a mixture with the drafts that would have been found
+    decisive       the bets that must be able to win before "no bias found", and the share that each must find
+    negligible     known defects that would have changed too few tokens to be required, and the share that they change
+    more_tokens    an estimate of how many more tokens would settle the audit
+    unbet          positions not bet on, because a cutoff lay within rounding of a token
+    near_ties      greedy audits: tokens that differ from the likeliest one within rounding
+    curve          (tokens, log evidence) after every chunk of texts
+    tested         what was examined, and `untested` what was not
+    asked          the audit's arguments, and `progress` the state that resuming needs
     """
 
     verdict: Verdict
@@ -84,7 +84,7 @@ class Certificate:
 
     @property
     def threshold(self) -> float:
-        """The log evidence that decides."""
+        """Return the log evidence that decides."""
         return -math.log(self.bet_alpha or self.alpha)
 
     def as_dict(self) -> dict[str, Any]:
@@ -94,31 +94,33 @@ class Certificate:
         return json.dumps(self.as_dict(), ensure_ascii=False, indent=1) + "\n"
 
     def save(self, path: str | Path) -> Path:
-        """Keep it as JSON: the whole audit, to be read, repeated, or gone on with."""
+        """Write the certificate as JSON; the audit can be repeated or resumed from it."""
         Path(path).write_text(self.as_json(), encoding="utf-8")
         return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Certificate":
+        """Read a certificate that `save` wrote."""
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
     @classmethod
-    def from_dict(cls, kept: dict[str, Any]) -> "Certificate":
-        unknown = sorted(set(kept) - {f.name for f in fields(cls)})
-        if unknown or "verdict" not in kept:
+    def from_dict(cls, saved: dict[str, Any]) -> "Certificate":
+        """Restore a certificate from `as_dict`; refuse a dict that is not one."""
+        unknown = sorted(set(saved) - {f.name for f in fields(cls)})
+        if unknown or "verdict" not in saved:
             raise ValueError(f"this is not a certificate: {'unknown ' + unknown[0] if unknown else 'no verdict'}")
-        impossible = kept.get("impossible")
+        impossible = saved.get("impossible")
         return cls(
             **{
-                **kept,
-                "coverage": Coverage(**kept["coverage"]),
+                **saved,
+                "coverage": Coverage(**saved["coverage"]),
                 "impossible": Impossible(**impossible) if impossible else None,
-                "curve": [(int(n), float(e)) for n, e in kept.get("curve", ())],
+                "curve": [(int(n), float(e)) for n, e in saved.get("curve", ())],
             }
         )
 
     def to_html(self, path: str | Path) -> Path:
-        """One page that needs nothing else, with the evidence as it grew."""
+        """Write one self-contained HTML page, with a curve of the evidence over tokens."""
         from draftproof.auditor.page import page
 
         Path(path).write_text(page(self), encoding="utf-8")
@@ -153,18 +155,18 @@ def _bet_lines(c: Certificate) -> list[str]:
     lines = ["", "evidence by bet (the e-value of each; the bias it would have seen)"]
     for name, log_e in sorted(c.bets.items(), key=lambda item: -item[1]):
         seen = c.visible.get(name)
-        told = f": {hint(name)}" if log_e > 0.5 * c.threshold and hint(name) else ""
-        lines.append(f"  {number(log_e):>9}  {'–' if seen is None else f'{seen:.3g}':>7}  {name}{told}")
+        suspect = f": {hint(name)}" if log_e > 0.5 * c.threshold and hint(name) else ""
+        lines.append(f"  {number(log_e):>9}  {'–' if seen is None else f'{seen:.3g}':>7}  {name}{suspect}")
     return lines
 
 
 def defects_seen(c: Certificate) -> list[str]:
-    """For each decisive bet that is no mixture, how often its defect would have had to strike to be seen."""
-    asked = {name: share for name, share in c.decisive.items() if share != c.bias}
-    seen = {name: c.visible.get(name) for name in asked}
+    """Describe for each known defect the share of it that would have been seen, or why it was not looked for."""
+    wanted = {name: share for name, share in c.decisive.items() if share != c.bias}
+    seen = {name: c.visible.get(name) for name in wanted}
     found = [
         f"{'none' if seen[name] is None else f'{seen[name]:.3g}'} of the defect “{name}”; asked for {share:g}"
-        for name, share in asked.items()
+        for name, share in wanted.items()
     ]
     return found + [
         f"“{name}” was not looked for: it would change {share:.2g} of the tokens"
@@ -173,6 +175,7 @@ def defects_seen(c: Certificate) -> list[str]:
 
 
 def drafts_line(coverage: Coverage) -> str:
+    """Describe how much was drafted, kept and rejected, on one line."""
     if coverage.source == "unknown":
         return "unknown: the decoder gives no trace, and no drafter was given to replay"
     where = "from the decoder's trace" if coverage.source == "trace" else "estimated by replaying the drafter"
@@ -188,6 +191,6 @@ def _padded(coverage: Coverage) -> list[int]:
 
 
 def number(log_e: float) -> str:
-    """An e-value, given its logarithm; it may be beyond any float."""
+    """Format an e-value, given its logarithm; it may exceed any float."""
     power = log_e / math.log(10)
     return f"{math.exp(log_e):.3g}" if abs(power) < 4 else f"1e{power:+.0f}"

@@ -1,4 +1,4 @@
-"""How much speculation an audit has seen: drafts made, kept and rejected. A clean audit of no drafts shows nothing."""
+"""Count the drafts that an audit has seen: proposed, kept and rejected. A clean audit without drafts shows nothing."""
 
 import math
 from collections import Counter
@@ -16,9 +16,13 @@ Source = Literal["trace", "replay", "unknown"]
 
 @dataclass(slots=True)
 class Coverage:
-    """Counts of drafts. `source`: from the decoder's own trace, estimated by replaying the drafter one token at a time,
-    or not known. `rejected` counts rounds that did not keep all they drafted; of trees that is nearly every one.
-    `drafted_at[i]` and `kept_at[i]` count the draft tokens at depth i."""
+    """Counts of draft tokens and rounds.
+
+    source      "trace": the decoder's own rounds; "replay": estimated by replaying the drafter one token at a time;
+                "unknown": neither was possible
+    rejected    rounds that did not keep everything they drafted; nearly every round, if drafts are trees
+    drafted_at  draft tokens at each depth, of which `kept_at` were kept
+    """
 
     source: Source = "unknown"
     rounds: int = 0
@@ -29,7 +33,7 @@ class Coverage:
     kept_at: list[int] = field(default_factory=list)
 
     def note(self, texts: Sequence[Text]) -> None:
-        """Count what these texts tell of their rounds."""
+        """Count the rounds that these texts report."""
         counts = Counter(round_ for text in texts for round_ in text.rounds or ())
         for (drafted, kept), times in counts.items():
             self.source = "trace"
@@ -37,11 +41,11 @@ class Coverage:
             self.drafted += drafted * times
             self.kept += kept * times
             self.rejected += (kept < drafted) * times
-            _raise(self.drafted_at, drafted, times)
-            _raise(self.kept_at, kept, times)
+            _add(self.drafted_at, drafted, times)
+            _add(self.kept_at, kept, times)
 
     def replayed(self, drafts: int, rejected: int | float) -> None:
-        """Count what a drafter would have proposed, one token at a time."""
+        """Count drafts of one token that a replayed drafter would have proposed."""
         if self.source == "trace":
             return
         self.source = "replay"
@@ -51,18 +55,18 @@ class Coverage:
         self.rejected += rejected
 
 
-def _raise(counts: list[int], depth: int, times: int) -> None:
+def _add(counts: list[int], depth: int, times: int) -> None:
     counts += [0] * (depth - len(counts))
     for i in range(depth):
         counts[i] += times
 
 
 def rejections_needed(bias: float, alpha: float) -> int:
-    """So many that a defect which strikes at this share of rejections misses them all with a chance below alpha."""
+    """Return how many rejections a defect that affects a share `bias` of them misses with probability below alpha."""
     return math.ceil(math.log(alpha) / math.log1p(-bias))
 
 
 def copies(continuation: torch.Tensor, token: torch.Tensor) -> tuple[int, int]:
-    """Of a drafter that copies: how many drafts it makes at these positions, and how many are not what came."""
-    made = continuation != PAD
-    return int(made.sum()), int((made & (continuation != token)).sum())
+    """Count the drafts that a copying drafter proposes at these positions, and how many differ from the token."""
+    proposed = continuation != PAD
+    return int(proposed.sum()), int((proposed & (continuation != token)).sum())

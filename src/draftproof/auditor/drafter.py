@@ -1,4 +1,4 @@
-"""What is known of a drafter: the distribution it draws from, recomputed from the text, or that it copies."""
+"""Recompute from the text the distribution that a drafter draws from, or recognise a drafter that copies."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,19 @@ DistributionOf = Callable[[Sequence[int]], Float[Tensor, " V"]]
 """A drafter's distribution of the next token, given all tokens before it."""
 
 COPYING: Final = ("ngram", "suffix", "prompt-lookup")
-"""Drafters that copy from the text. Of any other a name does not tell the distribution, and to bet on copies would find nothing
-wrong with a skipped residual."""
+"""Names of drafters that copy from the text. Any other name does not determine a distribution, and bets on copied text
+would not find a skipped residual."""
+
+HEAD_NAMES: Final = ("head", "suffix+head")
+"""Names of drafters that draw from a head; the head's folder may follow after a colon."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """A drafter's log-probabilities at N positions, over the target's vocabulary; `log_raw` are those without the
-    sampling parameters, None where that is the same or cannot be told."""
+    """A drafter's log-probabilities at N positions, over the target's vocabulary.
+
+    `log_raw` is without the sampling parameters; None if that is the same, or unknown.
+    """
 
     log_q: Float[Tensor, "N V"]
     log_raw: Float[Tensor, "N V"] | None = None
@@ -38,7 +43,7 @@ class Drafted:
     def by(
         cls, drafter: ReferenceModel | DistributionOf, dists: TargetDistributions, sampling: SamplingParams
     ) -> "Drafted":
-        """What this drafter would draw from where the target has these distributions."""
+        """Compute the drafter's distributions at the positions of the target's."""
         positions = dists.positions
         if isinstance(drafter, ReferenceModel):
             own = drafter.dists(positions, sampling)
@@ -49,20 +54,23 @@ class Drafted:
 
 
 def _fitted(log_q: Float[Tensor, "N U"], dists: TargetDistributions) -> Float[Tensor, "N V"]:
-    """Over the target's vocabulary: what it has more is never drafted, what it has less is never kept."""
+    """Fit to the target's vocabulary: tokens the drafter lacks get −inf, tokens the target lacks are dropped."""
     V = dists.log_p.shape[-1]
     wide = torch.nn.functional.pad(log_q[:, :V], (0, max(0, V - log_q.shape[1])), value=-torch.inf)
     return wide.to(dists.log_p)
 
 
 def copies_text(drafter: Any) -> bool:
-    """Whether a drafter of this name copies, always or where it can."""
+    """Return whether a drafter of this name copies from the text, always or when it can."""
     return isinstance(drafter, str) and drafter.split("+")[0] in COPYING
 
 
 def as_drafter(drafter: Any) -> ReferenceModel | DistributionOf | None:
-    """A draft model, its `Teacher`, or a function from the tokens before to a distribution; None or a name where the drafts are
-    copied from the text."""
+    """Return what computes a drafter's distribution, or None for a drafter that is unknown or copies from the text.
+
+    `drafter` is a draft model, its `ReferenceModel`, a function from the preceding tokens to a distribution, the name
+    of a copying drafter, or None.
+    """
     if drafter is None or isinstance(drafter, ReferenceModel):
         return drafter
     if isinstance(drafter, str) and drafter in COPYING:
@@ -78,15 +86,21 @@ def as_drafter(drafter: Any) -> ReferenceModel | DistributionOf | None:
     )
 
 
-NAMES: Final = ("head", "suffix+head")
-"""Drafters that draw from a head; behind a colon stands its folder."""
+def resolve_head(drafter: Any, target: Any) -> Any:
+    """Turn a head, or the name of one, into a `HeadReference` on the target; return any other drafter unchanged."""
+    name, _, folder = drafter.partition(":") if isinstance(drafter, str) else ("", "", "")
+    if name not in HEAD_NAMES and not isinstance(drafter, FittedHead):
+        return drafter
+    if getattr(target, "config", None) is None:
+        raise ValueError(f"a head reads the states of a transformers model; the target is a {type(target).__name__}")
+    return HeadReference(fitted(folder or SHIPPED, target) if name in HEAD_NAMES else drafter, target)
 
 
-class HeadTeacher(ReferenceModel):
-    """A head as a teacher of its own distribution: 0 outside its vocabulary, warped as any other by the judge's processors.
+class HeadReference(ReferenceModel):
+    """The reference distribution of a draft head: 0 outside its vocabulary, after the same processors as the target's.
 
-    At position t − 2 the head reads the target's states there and the token x_{t−1}, and predicts x_t. The target is
-    read once more for its states: one pass over the text, without its output layer.
+    At position t − 2 the head reads the target's hidden states and the token x_{t−1}, and predicts x_t. The target runs
+    once more for its hidden states: one pass over the text, with logits of the last position only.
     """
 
     def __init__(self, head: FittedHead, target: PreTrainedModel) -> None:
@@ -95,27 +109,17 @@ class HeadTeacher(ReferenceModel):
         self._vocab_size = len(head.vocab.entry)
 
     def _logits(self, tokens: Int[Tensor, "B T"], scored: int) -> Float[Tensor, "B J V"]:
-        """Behind each of the last `scored` tokens; all alike behind a text's first one, where a head has no guess."""
+        """Return logits after the last `scored` tokens; uniform after the first, where a head has no input."""
         head, B, n = self._head, len(tokens), tokens.shape[1] - 1
         hidden = self._pass(tokens, 1, output_hidden_states=True).hidden_states
         h = head.head.fuse([hidden[tap][:, :n].float() for tap in head.head.shape.taps])
         follow, positions = tokens[:, 1:].to(h.device), torch.arange(n, device=h.device).expand(B, n)
-        made = head.head.step(head.embedded(follow), h, positions, head.head.new_cache(B, n), reach=n) if n else h
-        guessed = head.logits(made[:, max(0, n - scored) :])
+        states = head.head.step(head.embedded(follow), h, positions, head.head.new_cache(B, n), reach=n) if n else h
+        guessed = head.logits(states[:, max(0, n - scored) :])
         logits = guessed.new_full((B, scored, self.vocab_size), -torch.inf)
         logits[..., head.vocab.ids] = torch.nn.functional.pad(guessed, (0, 0, scored - guessed.shape[1], 0))
         return logits
 
     def describe(self) -> dict[str, str]:
-        """Which head this is: how many tokens it can say, and a hash of its weights."""
+        """Identify the head for a certificate: its vocabulary size and a hash of its weights."""
         return {"model": f"a head of {len(self._head.vocab.ids):,} tokens", "weights": fingerprint(self._head.head)}
-
-
-def with_states(drafter: Any, target: Any) -> Any:
-    """A head or the name of one as a `HeadTeacher` on the target; any other drafter as it is."""
-    name, _, folder = drafter.partition(":") if isinstance(drafter, str) else ("", "", "")
-    if name not in NAMES and not isinstance(drafter, FittedHead):
-        return drafter
-    if getattr(target, "config", None) is None:
-        raise ValueError(f"a head reads the states of a transformers model; the target is a {type(target).__name__}")
-    return HeadTeacher(fitted(folder or SHIPPED, target) if name in NAMES else drafter, target)

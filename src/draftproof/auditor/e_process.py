@@ -1,11 +1,11 @@
-"""Betting against a decoder: a gambler who cannot win against an exact one, whatever he bets and whenever he stops.
+"""Bet against a decoder's tokens: wealth that an exact decoder cannot raise on average, wherever the audit stops.
 
-A bet names another distribution a for the next token, fixed before it. Of every unit of wealth a share ε is put on a and the
-rest kept: wealth is multiplied by 1 − ε + ε·a(x)/p(x), whose mean under p is 1. So wealth is a martingale, the mean of
-many gamblers' wealth is one too, and an exact decoder makes it reach 1/α, ever, with a chance of at most α (Ville).
+A bet names another distribution a for the next token, fixed before the token is drawn. A share ε of the wealth is bet
+on a: wealth is multiplied by 1 − ε + ε·a(x)/p(x), whose mean under p is 1. So wealth is a martingale, as is the mean
+over many bets. Under an exact decoder it ever reaches 1/α with probability at most α (Ville's inequality).
 
-p is known up to rounding only: if every probability is within a factor 1 + δ, the mean is at most 1 + ε·δ, and that is
-charged for every token on which a bet is placed.
+p is known up to rounding only. If every probability is within a factor 1 + δ, the mean is at most 1 + ε·δ; every token
+that is bet on is charged for that.
 """
 
 import math
@@ -20,15 +20,15 @@ from torch import Tensor
 from draftproof.auditor.power import POWER_SCORE
 
 STRENGTHS: Final = (0.01, 0.03, 0.1, 0.3, 0.9)
-"""Shares ε that are bet. Each bet is made with all of them, by as many gamblers."""
+"""Shares ε of the wealth that are bet; each bet is placed with all of them, each with wealth of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """A bet on N positions.
 
-    ratio   a(x)/p(x) of the token that came; 1 where the bet is not placed
-    growth  what log wealth would grow by on average if the decoder's distribution were (1 − ε)·p + ε·a, for each strength
+    ratio   a(x)/p(x) of the emitted token x; 1 where the bet is not placed
+    growth  the mean growth of log wealth if the decoder's distribution were (1 − ε)·p + ε·a, for each strength ε
     moved   the total variation between a and p
     """
 
@@ -39,7 +39,7 @@ class Ticket:
     moved: Float[Tensor, " N"]
 
     def only(self, where: Bool[Tensor, " N"], suffix: str) -> "Ticket":
-        """The same bet placed at fewer positions."""
+        """Return this bet restricted to the positions in `where`."""
         here = self.placed & where
         return Ticket(
             f"{self.name} {suffix}",
@@ -52,7 +52,11 @@ class Ticket:
 
 @dataclass(slots=True)
 class Wealth:
-    """What the gamblers own, as logarithms, bet by bet and strength by strength, and how far they could have come."""
+    """Log wealth of J bets at E strengths, and how far it would have grown against a biased decoder.
+
+    growth  mean log wealth of each bet under its own alternative (1 − ε)·p + ε·a
+    moved   sum over positions of the total variation between a and p
+    """
 
     names: tuple[str, ...] = ()
     logs: Float[Tensor, "J E"] = field(default_factory=lambda: torch.zeros(0, len(STRENGTHS)).double())
@@ -60,15 +64,17 @@ class Wealth:
     moved: Float[Tensor, " J"] = field(default_factory=lambda: torch.zeros(0).double())
 
     def play(self, tickets: Sequence[Ticket], tolerance: float, level: float = math.inf) -> Float[Tensor, " M"]:
-        """Settle the bets on N more tokens, or on as many as it takes for the log evidence to reach `level`. Returns
-        the running log evidence after each of them."""
+        """Settle the bets on N more tokens, or on fewer if the log evidence reaches `level`.
+
+        Returns the running log evidence after each settled token.
+        """
         names = tuple(ticket.name for ticket in tickets)
         if not self.names:
             self.names = names
             self.logs = self.growth = torch.zeros(len(names), len(STRENGTHS), dtype=torch.float64)
             self.moved = torch.zeros(len(names), dtype=torch.float64)
         if names != self.names:
-            raise ValueError(f"the bets must stay the same in an audit: began with {self.names}, now {names}")
+            raise ValueError(f"the bets of an audit must not change: it began with {self.names}, and now has {names}")
         placed = torch.stack([t.placed for t in tickets]).cpu()[..., None]  # [J, N, 1]
         ratio = torch.stack([t.ratio for t in tickets]).double().cpu()[..., None]
         shares = torch.tensor(STRENGTHS, dtype=torch.float64)
@@ -86,21 +92,23 @@ class Wealth:
 
     @property
     def log_evidence(self) -> float:
-        """The gamblers' mean wealth."""
+        """Return the log of the mean wealth of all bets and strengths."""
         return float(log_mean(self.logs.flatten()[None])) if len(self.names) else 0.0
 
     def by_bet(self) -> dict[str, float]:
-        """Each bet's own log evidence, the mean over its strengths."""
+        """Return each bet's own log evidence, the mean over its strengths."""
         return dict(zip(self.names, log_mean(self.logs).tolist(), strict=True))
 
     def visible(self, alpha: float) -> dict[str, float | None]:
-        """For each bet the smallest share of its distribution that would have been found nine times in ten; None where not even
-        the largest would."""
+        """Return for each bet the smallest share of its distribution that would have been found nine times in ten.
+
+        None if not even the largest strength would have been found.
+        """
         wanted = growth_needed(len(self.names), alpha)
         return {name: _crossing(row, wanted) for name, row in zip(self.names, self.growth.tolist(), strict=True)}
 
     def growth_at(self, bet: str, share: float) -> float:
-        """How far a bet would have come at a share between the strengths; it is quadratic in it where it is small."""
+        """Return a bet's growth at any share, from the nearest strength: growth is quadratic in a small share."""
         row = self.growth[self.names.index(bet)].tolist()
         nearest = min(range(len(STRENGTHS)), key=lambda i: abs(math.log(STRENGTHS[i] / share)))
         return float(row[nearest] * (share / STRENGTHS[nearest]) ** 2)
@@ -111,7 +119,7 @@ def log_mean(logs: Float[Tensor, "N M"]) -> Float[Tensor, " N"]:
 
 
 def growth_needed(bets: int, alpha: float) -> float:
-    """The mean growth of one gambler's log wealth at which the mean wealth of all reaches 1/alpha nine times in ten.
+    """Return the mean growth of one log wealth at which the mean of all reaches 1/alpha nine times in ten.
 
     Under its own alternative a log wealth of mean G has a variance of about 2G, as any sum of small bets has.
     """
@@ -121,7 +129,7 @@ def growth_needed(bets: int, alpha: float) -> float:
 
 
 def _crossing(growth: Sequence[float], wanted: float) -> float | None:
-    """The strength at which growth reaches what is wanted; between two of them it is taken to be a power."""
+    """Return the strength at which growth reaches `wanted`, by a power law between neighbouring strengths."""
     for i, (strength, reached) in enumerate(zip(STRENGTHS, growth, strict=True)):
         if reached < wanted:
             continue

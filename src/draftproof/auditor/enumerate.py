@@ -1,9 +1,9 @@
-"""The exact distribution of a rule on a small vocabulary: a sum over all drafts and all stations, and no sampling.
+"""Compute the exact distribution of one round of a rule on a small vocabulary, by enumeration and without sampling.
 
-A rule says, for every draft, where it may stop, with what chance, and from which distribution it closes (`StopTable`). Summed
-over every draft that the drafter can make, that is the distribution of what one round emits. Carried on with the target's own
-draws up to a fixed number of tokens, it must be the target's distribution. One round that keeps it keeps it for a whole text:
-the next round starts from the emitted prefix, and the argument repeats.
+For every draft, a rule's `StopTable` gives each stopping point, its probability, and the distribution of the round's
+last token there. Summed over all drafts that the drafter can make, that is the distribution of what one round emits.
+Continued with the target's own draws up to a fixed number of tokens, it must be the target's distribution. This proves
+it for whole texts: the next round starts from the emitted prefix, and the argument repeats.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,11 @@ StopTableOf = Callable[[Distribution, Draft], StopTable]
 class Scenarios:
     """N small worlds, and every draft that can be made in them.
 
-    joint[n]     the target's distribution of the first H tokens of world n, flat: token i counts V^(H − 1 − i)
-    world[r]     the world in which draft r is made, and
-    chance[r]    the probability that it is; they sum to 1 in each world
-    p, draft     the target's distributions along draft r, and the draft
+    joint[n]     the target's distribution of the first H tokens of world n, flat: token i has stride V^(H − 1 − i)
+    world[r]     the world in which draft r is made
+    chance[r]    the probability of draft r in its world; they sum to 1 in each world
+    p            the target's distributions along each draft
+    draft        the drafts
     """
 
     joint: Float[Tensor, "N W"]
@@ -39,15 +40,15 @@ class Scenarios:
 
 @dataclass(frozen=True, slots=True)
 class RoundDistribution:
-    """What a round emits, carried on by the target to H tokens: its distribution, and how many draft tokens it keeps."""
+    """The distribution of H tokens, one round's and then the target's, and the mean number of draft tokens kept."""
 
     dist: Float[Tensor, "N W"]
     kept: Float[Tensor, " N"]
 
 
-def round_distribution(judge: StopTableOf, scenarios: Scenarios) -> RoundDistribution:
-    """The exact distribution of one round under a rule."""
-    table = judge(scenarios.p, scenarios.draft)
+def round_distribution(stop_table: StopTableOf, scenarios: Scenarios) -> RoundDistribution:
+    """Compute the exact distribution of one round under a rule."""
+    table = stop_table(scenarios.p, scenarios.draft)
     code, depth = paths(scenarios.draft, scenarios.p.vocab_size)
     dist = torch.zeros_like(scenarios.joint)
     kept = torch.zeros_like(scenarios.joint[:, 0])
@@ -60,13 +61,13 @@ def round_distribution(judge: StopTableOf, scenarios: Scenarios) -> RoundDistrib
         mass = stop[:, None] * table.closing[:, s]
         for d in deep.unique().tolist():
             here = deep == d
-            dist += _carried_on(mass[here], scenarios.world[here], at[here], d, scenarios.joint)
+            dist += _continued(mass[here], scenarios.world[here], at[here], d, scenarios.joint)
         reach = reach - stop
     return RoundDistribution(dist, kept)
 
 
 def paths(draft: Draft, V: int) -> tuple[Int[Tensor, "B J"], Int[Tensor, "B J"]]:
-    """For every node the tokens on its way from the root, read as a number in base V, and their count."""
+    """Return for every node the tokens on its path from the root, as a number in base V, and the node's depth."""
     B, K = draft.tokens.shape
     code = torch.zeros((B, K + 1), dtype=torch.long, device=draft.tokens.device)
     depth = torch.zeros_like(code)
@@ -77,21 +78,22 @@ def paths(draft: Draft, V: int) -> tuple[Int[Tensor, "B J"], Int[Tensor, "B J"]]
     return code, depth
 
 
-def _carried_on(
+def _continued(
     mass: Float[Tensor, "R V"],
     world: Int[Tensor, " R"],
     code: Int[Tensor, " R"],
     depth: int,
     joint: Float[Tensor, "N W"],
 ) -> Float[Tensor, "N W"]:
-    """Put down the mass of (kept tokens, closing token) and let the target say the rest of the H tokens.
+    """Continue the mass of (kept tokens, last token) with the target's draws to H tokens.
 
-    What the target cannot say it cannot carry on either: such mass is spread evenly, where it shows as an error.
+    Prefixes that are impossible under the target have no continuation: their mass is spread evenly, and shows as an
+    error.
     """
     N, V = len(joint), mass.shape[1]
     emitted = torch.zeros((N * V**depth, V), dtype=joint.dtype, device=joint.device)
     emitted.index_add_(0, world * V**depth + code, mass.to(joint.dtype))
     rest = joint.view(N, V ** (depth + 1), -1)
     total = rest.sum(-1, keepdim=True)
-    given = torch.where(total > 0, rest / total.where(total > 0, 1.0), 1.0 / rest.shape[-1])
-    return (emitted.view(N, -1, 1) * given).flatten(1)
+    continuation = torch.where(total > 0, rest / total.where(total > 0, 1.0), 1.0 / rest.shape[-1])
+    return (emitted.view(N, -1, 1) * continuation).flatten(1)

@@ -1,8 +1,7 @@
-"""Greedy decoding: every token is the likeliest one given the text before it, or it is wrong. Near ties are apart.
+"""Audit greedy decoding: every token must be the likeliest one given the text before it, up to near ties.
 
-A pass over five tokens and a pass over one differ in the last bits of their logits; where the two likeliest tokens are
-that close either may come. Which token should have come is asked of the text as it was said, so one near tie does not
-make all that follows a difference.
+Passes over five tokens and over one differ in the last bits of their logits, so either of two tokens that close may be
+emitted. The target reads the text as it was emitted, so one near tie does not make the rest of a text differ.
 """
 
 import math
@@ -22,21 +21,21 @@ METHOD: Final = "equality with the likeliest token"
 
 @dataclass(slots=True)
 class Greedy:
-    """A greedy audit, under way."""
+    """A greedy audit in progress."""
 
-    teacher: ReferenceModel
-    asked: AuditRequest
+    reference: ReferenceModel
+    request: AuditRequest
     texts: int = 0
     tokens: int = 0
     near_ties: int = 0
     coverage: Coverage = field(default_factory=Coverage)
     wrong: Impossible | None = None
 
-    def look(self, texts: Sequence[Text]) -> None:
-        """Compare these texts with what the target holds likeliest."""
+    def update(self, texts: Sequence[Text]) -> None:
+        """Compare every token of these texts with the target's likeliest one."""
         self.coverage.note(texts)
         numbers = [self.texts + i for i, text in enumerate(texts) if text.tokens]
-        for chunk in self.teacher.chunks([text for text in texts if text.tokens]):
+        for chunk in self.reference.chunks([text for text in texts if text.tokens]):
             if self.wrong is not None:
                 break
             self._compare(chunk, numbers)
@@ -45,45 +44,47 @@ class Greedy:
 
     def _compare(self, chunk: Sequence[Text], numbers: Sequence[int]) -> None:
         positions = Positions.of(chunk)
-        scores = self.teacher.scores(positions)
+        scores = self.reference.scores(positions)
         positions = positions.to(scores.device)
-        scores = tilted(scores, positions, self.asked.sampling)
-        said = scores.gather(1, positions.token[:, None])[:, 0]
-        short = (scores.amax(-1) - said).double()
+        scores = tilted(scores, positions, self.request.sampling)
+        emitted = scores.gather(1, positions.token[:, None])[:, 0]
+        deficit = (scores.amax(-1) - emitted).double()
         other = positions.token != scores.argmax(-1)
-        margin = 2 * math.log1p(self.teacher.tolerance(self.asked.sampling))
-        over = positions.behind(self.asked.ends)
-        wrong = ((other & ~(short <= margin)) | over).nonzero()[:, 0]
-        self.near_ties += int((other & (short <= margin)).sum())
+        margin = 2 * math.log1p(self.reference.tolerance(self.request.sampling))
+        ended = positions.after_end(self.request.ends)
+        wrong = ((other & ~(deficit <= margin)) | ended).nonzero()[:, 0]
+        self.near_ties += int((other & (deficit <= margin)).sum())
         if len(wrong):
             n = int(wrong[0])
             text, token = numbers[positions.text_of(n)], int(positions.token[n])
-            culprit = THE_END if bool(over[n]) else f"a likelier one, by {short[n]:.3g}"
-            self.wrong = Impossible(text, int(positions.said[n]), token, culprit)
+            culprit = THE_END if bool(ended[n]) else f"a likelier one, by {deficit[n]:.3g}"
+            self.wrong = Impossible(text, int(positions.output_index[n]), token, culprit)
         self.tokens += len(positions)
 
     def settled(self) -> bool:
+        """Return whether a wrong token was found, or enough rejections were seen without one."""
         return self.wrong is not None or self.coverage.rejected >= self._needed
 
     @property
     def _needed(self) -> int:
-        return rejections_needed(self.asked.bias, self.asked.alpha)
+        return rejections_needed(self.request.bias, self.request.alpha)
 
-    def _ruling(self) -> tuple[Verdict, str]:
+    def _verdict(self) -> tuple[Verdict, str]:
         if self.wrong is not None:
             w = self.wrong
-            return "biased", f"token {w.token} at position {w.position} of text {w.text}: {w.parameter} keeps it out"
+            return "biased", f"token {w.token} at position {w.position} of text {w.text}: {w.parameter} rules it out"
         if self.settled():
-            return "no bias found", f"all {self.tokens:,} tokens are the likeliest ones, near ties counted apart"
+            return "no bias found", f"all {self.tokens:,} tokens are the likeliest ones, up to near ties"
         if self.coverage.source == "unknown":
-            return "not enough evidence", "how much was drafted is unknown: audit a decoder that tells its rounds"
+            return "not enough evidence", "how much was drafted is unknown: audit a decoder that reports its rounds"
         return "not enough evidence", f"{self.coverage.rejected:,.0f} rejections were seen; {self._needed:,} are needed"
 
     def findings(self) -> dict[str, Any]:
-        verdict, reason = self._ruling()
+        """Return the fields of a certificate that this method fills."""
+        verdict, reason = self._verdict()
         rejected = self.coverage.rejected
         more = math.ceil(self.tokens * (self._needed / rejected - 1)) if rejected and not self.settled() else None
-        smallest = -math.log(self.asked.alpha) / self.tokens if self.tokens else None
+        smallest = -math.log(self.request.alpha) / self.tokens if self.tokens else None
         return {
             "verdict": verdict,
             "reason": reason,
@@ -98,6 +99,7 @@ class Greedy:
         }
 
     def progress(self) -> dict[str, Any]:
+        """Return the state that `restore` needs, as JSON can hold it."""
         return {
             "texts": self.texts,
             "tokens": self.tokens,
@@ -106,8 +108,8 @@ class Greedy:
             "wrong": None if self.wrong is None else asdict(self.wrong),
         }
 
-    def restore(self, kept: dict[str, Any]) -> None:
-        """Go on from there."""
-        self.texts, self.tokens, self.near_ties = kept["texts"], kept["tokens"], kept["near_ties"]
-        self.coverage = Coverage(**kept["coverage"])
-        self.wrong = Impossible(**kept["wrong"]) if kept["wrong"] else None
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Continue from what `progress` returned."""
+        self.texts, self.tokens, self.near_ties = saved["texts"], saved["tokens"], saved["near_ties"]
+        self.coverage = Coverage(**saved["coverage"])
+        self.wrong = Impossible(**saved["wrong"]) if saved["wrong"] else None

@@ -1,4 +1,4 @@
-"""A certificate as one self-contained page: the verdict, the evidence as it grew, every bet. No script, no network."""
+"""Render a certificate as one self-contained HTML page, without scripts and without network access."""
 
 import math
 from html import escape
@@ -9,15 +9,16 @@ from draftproof.auditor.bets import hint
 from draftproof.auditor.certificate import Certificate, defects_seen, drafts_line, number
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 760, 260, 56, 30
-KIND: Final = {"no bias found": "clean", "biased": "biased", "not enough evidence": "open"}
+"""Size and margins of the evidence curve, in SVG units."""
+VERDICT_CLASS: Final = {"no bias found": "clean", "biased": "biased", "not enough evidence": "open"}
 
 
 def page(certificate: Certificate) -> str:
-    """The whole document."""
-    made = (files("draftproof.auditor") / "certificate.html").read_text(encoding="utf-8")
+    """Return the whole document."""
+    html = (files("draftproof.auditor") / "certificate.html").read_text(encoding="utf-8")
     parts = {
         "<!--VERDICT-->": escape(certificate.verdict),
-        "<!--KIND-->": KIND[certificate.verdict],
+        "<!--KIND-->": VERDICT_CLASS[certificate.verdict],
         "<!--REASON-->": escape(certificate.reason),
         "<!--FIGURES-->": _pairs(_figures(certificate)),
         "<!--CURVE-->": _curve(certificate),
@@ -28,23 +29,27 @@ def page(certificate: Certificate) -> str:
         "<!--UNTESTED-->": "".join(f"<li>{escape(line)}</li>" for line in certificate.untested),
     }
     for mark, part in parts.items():
-        made = made.replace(mark, part)
-    return made
+        html = html.replace(mark, part)
+    return html
 
 
 def _figures(c: Certificate) -> dict[str, str]:
-    made = {"tokens seen": f"{c.tokens:,} in {c.texts:,} texts", "method": c.method, "drafts": drafts_line(c.coverage)}
+    figures = {
+        "tokens seen": f"{c.tokens:,} in {c.texts:,} texts",
+        "method": c.method,
+        "drafts": drafts_line(c.coverage),
+    }
     if c.bets:
-        made["evidence"] = f"{number(c.log_evidence)}; {number(c.threshold)} decides"
+        figures["evidence"] = f"{number(c.log_evidence)}; {number(c.threshold)} decides"
     if c.smallest_bias is not None:
-        made["smallest bias that would have been seen"] = f"{c.smallest_bias:.3g}"
+        figures["smallest bias that would have been seen"] = f"{c.smallest_bias:.3g}"
     if c.decisive:
-        made["defects that would have been seen"] = "; ".join(defects_seen(c))
+        figures["defects that would have been seen"] = "; ".join(defects_seen(c))
     if c.more_tokens:
-        made["more tokens to settle it"] = f"about {c.more_tokens:,}"
+        figures["more tokens to settle it"] = f"about {c.more_tokens:,}"
     if c.unbet or c.near_ties:
-        made["within rounding"] = f"{c.unbet:,} positions not bet on, {c.near_ties:,} near ties"
-    return made | {name: f"p = {value:.3g}" for name, value in c.p_values.items()}
+        figures["within rounding"] = f"{c.unbet:,} positions not bet on, {c.near_ties:,} near ties"
+    return figures | {name: f"p = {value:.3g}" for name, value in c.p_values.items()}
 
 
 def _pairs(pairs: dict[str, str]) -> str:
@@ -58,11 +63,11 @@ def _bets(c: Certificate) -> str:
         won = ' class="won"' if log_e >= c.threshold else ""
         cells = (number(log_e), "–" if seen is None else f"{seen:.3g}", name, hint(name))
         rows.append(f"<tr{won}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    return "".join(rows) or '<tr><td colspan="4">This audit compares tokens; nothing is bet.</td></tr>'
+    return "".join(rows) or '<tr><td colspan="4">This audit compares tokens and places no bets.</td></tr>'
 
 
 def _curve(c: Certificate) -> str:
-    """log₁₀ of the evidence over tokens, and the line that decides."""
+    """Draw log₁₀ of the evidence over tokens, and the threshold that decides."""
     if not c.curve:
         return ""
     tens = math.log(10)

@@ -1,6 +1,6 @@
-"""Tests with a size chosen beforehand: counts against a known distribution, many of them at one error rate, how many are enough.
+"""Test counts against a known distribution with fixed-size tests, and compute the sample size that a bias needs.
 
-No sample size is free of what it can see: `texts_needed` says how many texts show a given bias nine times in ten.
+`texts_needed` returns how many texts show a given bias nine times in ten.
 """
 
 import math
@@ -12,15 +12,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 POWER: Final = 0.9
-"""The chance with which a bias of the stated size is found."""
+"""Probability with which a bias of the stated size is found."""
 POWER_SCORE: Final = 1.2815515655446004
-"""The standard normal's POWER quantile."""
+"""The standard normal's quantile at POWER."""
 SMALLEST_CELL: Final = 5.0
-"""Cells with fewer expected are pooled into one: their counts are too coarse for the test's distribution."""
+"""Expected count below which cells are pooled: smaller counts do not follow the χ² approximation."""
 
 
 def g_test(seen: Int[Tensor, " W"], dist: Float[Tensor, " W"]) -> float:
-    """The p-value of these counts under this distribution; 0 if something impossible was seen."""
+    """Return the p-value of a G-test of these counts; 0 if a cell of probability 0 was seen."""
     if bool((seen[dist <= 0] > 0).any()):
         return 0.0
     expected = dist.double() * float(seen.sum())
@@ -35,38 +35,37 @@ def g_test(seen: Int[Tensor, " W"], dist: Float[Tensor, " W"]) -> float:
 
 
 def chi2_tail(x: Float[Tensor, ""], degrees: int) -> Float[Tensor, ""]:
-    """The chance that a χ² of these degrees of freedom exceeds x."""
+    """Return the probability that a χ² variable of these degrees of freedom exceeds x."""
     tail: Tensor = torch.special.gammaincc(torch.tensor(degrees / 2, dtype=torch.float64), x.double() / 2)
     return tail
 
 
 def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
-    """Which hypotheses fall, with a chance of at most alpha that any true one does."""
+    """Return which hypotheses are rejected by Holm's method: any true one with probability at most alpha."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    falls = [False] * len(p_values)
+    rejected = [False] * len(p_values)
     for rank, i in enumerate(order):
         if p_values[i] > alpha / (len(p_values) - rank):
             break
-        falls[i] = True
-    return falls
+        rejected[i] = True
+    return rejected
 
 
 def texts_needed(cells: int, total_variation: float, alpha: float) -> int:
-    """How many texts a G-test over so many cells needs to see a bias of this total variation, whatever its shape, with
-    chance POWER."""
+    """Return how many texts a G-test needs to find a bias of this total variation, of any shape, with power POWER."""
     return math.ceil(_shift_needed(cells, alpha) / (4 * total_variation**2))
 
 
 def visible(cells: int, texts: int, alpha: float) -> float:
-    """The smallest total variation that so many texts show with chance POWER."""
+    """Return the smallest total variation that this many texts show with power POWER."""
     return math.sqrt(_shift_needed(cells, alpha) / (4 * max(texts, 1)))
 
 
 def _shift_needed(cells: int, alpha: float) -> float:
-    """By how much a bias must move the centre of G to be seen.
+    """Return the non-centrality of G that is needed to find a bias.
 
-    n texts move it by 2n·KL, and KL ≥ 2·TV² (Pinsker), the worst shape. G is then near a non-central χ²; its quantiles
-    are taken from the normal distribution of the same mean and variance.
+    n texts give 2n·KL, and KL ≥ 2·TV² (Pinsker), the worst shape. G is then near a non-central χ²; its quantiles are
+    taken from the normal distribution of the same mean and variance.
     """
     degrees = max(1, cells - 1)
     critical = _chi2_critical(degrees, alpha)

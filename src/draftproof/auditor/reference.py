@@ -1,7 +1,7 @@
-"""The judge: the target reads what a decoder said, and tells the distribution from which every token should have been drawn.
+"""Compute the distribution that each emitted token should have been drawn from, with the target as the reference.
 
-One pass over whole texts, no cache, no rounds, transformers' own processors: nothing that the decoder's result could
-depend on is used a second time here.
+The target reads whole texts in one pass, without a cache and without rounds, and through transformers' own logits
+processors. The audit shares no code with the decoder that could give both the same error.
 """
 
 import hashlib
@@ -22,27 +22,163 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import PAD
 from draftproof.models.interface import Model
 
-CUTTING: Final = ("top_k", "top_p", "min_p")
+Scores = Float[Tensor, "N V"]
+
+FILTERING: Final = ("top_k", "top_p", "min_p")
 """Parameters that make tokens impossible."""
 TILTING: Final = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 """Parameters that make tokens more or less likely."""
-
 NEUTRAL: Final = SamplingParams()
 
+TOLERANCE: Final[Mapping[torch.dtype, float]] = MappingProxyType(
+    {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+)
+"""Relative error of a probability, by dtype: a pass over a whole text and a pass over a few tokens round differently.
+A temperature below 1 magnifies it."""
 
-def without(sampling: SamplingParams, *names: str) -> SamplingParams:
-    """The same with these parameters off."""
-    return replace(sampling, **{name: getattr(NEUTRAL, name) for name in names})
+TABLE_ELEMENTS: Final = 1 << 22
+"""Elements of one [positions, vocabulary] table: 16 MiB in float32, and about twenty such tables exist at a time."""
+MAX_POSITIONS: Final = 1 << 14
+"""Positions per table, however small the vocabulary."""
+SMALL_VOCABULARY: Final = 4096
+"""Vocabulary size up to which float64 is affordable."""
+FINGERPRINT_SAMPLES: Final = 4096
+"""Elements of each weight that are hashed, about; hashing all would take too long."""
 
 
-def in_use(sampling: SamplingParams) -> list[str]:
-    """The parameters that are on."""
-    names = [f.name for f in fields(sampling) if f.name != "seed"]
-    return [name for name in names if getattr(sampling, name) != getattr(NEUTRAL, name)]
+@dataclass(frozen=True)
+class TargetDistributions:
+    """The target's distribution at each of N positions, after the sampling parameters.
+
+    scores      the model's logits, before any parameter
+    clear       whether no filter's cutoff lies within rounding of a token
+    impossible  whether the emitted token is filtered out, even if every cutoff is moved by rounding
+    """
+
+    positions: Positions
+    scores: Float[Tensor, "N V"]
+    log_p: Float[Tensor, "N V"]
+    clear: Bool[Tensor, " N"]
+    impossible: Bool[Tensor, " N"]
+
+    @cached_property
+    def p(self) -> Float[Tensor, "N V"]:
+        return self.log_p.exp()
+
+    @cached_property
+    def log_p_token(self) -> Float[Tensor, " N"]:
+        """Return the log-probability of the emitted token."""
+        return self.log_p.gather(1, self.positions.token[:, None])[:, 0].double()
+
+
+class ReferenceModel:
+    """A transformers causal language model, or any `Model`, whose distribution is the reference of an audit."""
+
+    def __init__(self, model: Any, *, tolerance: float | None = None) -> None:
+        config = getattr(model, "config", None)
+        if config is None and not isinstance(model, Model):
+            raise ValueError(f"target must be a transformers model or a Model; got a {type(model).__name__}")
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(f"{type(model).__name__} has an encoder: the audit reads decoder-only models")
+        self.model, self._config = model, config
+        self._tolerance = tolerance
+        self._vocab_size: int | None = None if config is not None else int(model.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        if self._vocab_size is None:
+            self._vocab_size = int(self._logits(torch.zeros(1, 1, dtype=torch.long), 1).shape[-1])
+        return self._vocab_size
+
+    def tolerance(self, sampling: SamplingParams) -> float:
+        """Return the relative error that rounding may cause in a probability under this sampling."""
+        tolerance = self._tolerance if self._tolerance is not None else TOLERANCE.get(self._dtype, 1e-1)
+        return tolerance / min(1.0, float(sampling.temperature) or 1.0)
+
+    def chunks(self, texts: Sequence[Text]) -> Iterator[list[Text]]:
+        """Split the texts into chunks whose tables fit in memory."""
+        most, chunk, held = max(1, min(MAX_POSITIONS, TABLE_ELEMENTS // self.vocab_size)), list[Text](), 0
+        for text in texts:
+            if chunk and held + len(text.tokens) > most:
+                yield chunk
+                chunk, held = [], 0
+            chunk.append(text)
+            held += len(text.tokens)
+        if chunk:
+            yield chunk
+
+    @torch.inference_mode()
+    def scores(self, positions: Positions) -> Float[Tensor, "N V"]:
+        """Return the model's logits at every position, in one forward pass."""
+        texts = positions.texts
+        whole = [[*t.prompt, *t.tokens] for t in texts]
+        longest = max(map(len, whole)) - 1  # the logits after the last token are not needed
+        rows = torch.tensor([(row[:longest] + [row[0]] * longest)[:longest] for row in whole])
+        first = min(len(t.prompt) for t in texts) - 1
+        logits = self._logits(rows, longest - first)
+        row = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(t.tokens) for t in texts]))
+        scores = logits[row.to(logits.device), (positions.length - 1 - first).to(logits.device)]
+        return scores.double() if scores.shape[-1] <= SMALL_VOCABULARY else scores.float()
+
+    def dists(self, positions: Positions, sampling: SamplingParams) -> TargetDistributions:
+        """Return the distribution that plain decoding under this sampling draws each token from.
+
+        Greedy decoding has no distribution to bet on: see `greedy.py`.
+        """
+        if sampling.temperature == 0:
+            raise ValueError('temperature 0 draws nothing: audit with method="greedy", which compares tokens')
+        scores = self.scores(positions)
+        positions = positions.to(scores.device)
+        tilted_scores, tolerance = tilted(scores, positions, sampling), self.tolerance(sampling)
+        kept, clear = supported(tilted_scores, sampling, tolerance)
+        log_p = kept.log_softmax(-1)
+        impossible = log_p.gather(1, positions.token[:, None])[:, 0] == -torch.inf
+        if bool(impossible.any()):
+            some = impossible.nonzero()[:, 0]
+            could = reachable(tilted_scores[some], positions.token[some], sampling, tolerance)
+            impossible[some] = clear[some] | ~could
+        return TargetDistributions(positions, scores, log_p, clear, impossible)
+
+    def probs(self, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> Float[Tensor, "T V"]:
+        """Return the distribution of every token of one text."""
+        return self.dists(Positions.of([Text(tuple(prompt), tuple(tokens))]), sampling).p
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        table = getattr(self.model, "table", None)
+        if isinstance(table, Tensor):
+            return table.dtype
+        weights = getattr(self.model, "parameters", None)
+        return next(iter(weights())).dtype if weights is not None else torch.float32
+
+    def _logits(self, tokens: Int[Tensor, "B T"], scored: int) -> Float[Tensor, "B J V"]:
+        """Return logits of the last `scored` positions. Rows are padded on the right, which a causal model ignores."""
+        if self._config is None:
+            tokens = tokens.to(self.model.device)
+            logits: Tensor = self.model(tokens, self.model.new_cache(len(tokens), tokens.shape[1])).logits
+            return logits[:, tokens.shape[1] - scored :]
+        scores: Tensor = self._pass(tokens, scored).logits
+        return scores[:, -scored:]
+
+    def _pass(self, tokens: Int[Tensor, "B T"], scored: int, **outputs: Any) -> Any:
+        """Run a transformers model; compute logits of the last `scored` positions only, if it supports that."""
+        keep = {"logits_to_keep": scored} if "logits_to_keep" in signature(self.model.forward).parameters else {}
+        return self.model(input_ids=tokens.to(self.model.device), use_cache=False, **keep, **outputs)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return the end-of-text tokens of the model's generation config; none if it has none."""
+        config = getattr(self.model, "generation_config", None)
+        eos = getattr(config, "eos_token_id", None)
+        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+    def describe(self) -> dict[str, str]:
+        """Identify the model for a certificate: its class and a hash of its weights."""
+        return {"model": type(self.model).__name__, "weights": fingerprint(self.model)}
 
 
 def tilted(logits: Float[Tensor, "N V"], positions: Positions, sampling: SamplingParams) -> Float[Tensor, "N V"]:
-    """Bias, penalties and temperature, in transformers' order; every position with the tokens before it."""
+    """Apply bias, penalties and temperature in transformers' order, each position with the tokens before it."""
     import transformers as tf
 
     steps: list[Any] = []
@@ -61,8 +197,8 @@ def tilted(logits: Float[Tensor, "N V"], positions: Positions, sampling: Samplin
     return logits
 
 
-def cut(scores: Float[Tensor, "N V"], sampling: SamplingParams) -> Float[Tensor, "N V"]:
-    """Top-k, top-p and min-p, in transformers' order: −inf where a token cannot come."""
+def filtered(scores: Float[Tensor, "N V"], sampling: SamplingParams) -> Float[Tensor, "N V"]:
+    """Apply top-k, top-p and min-p in transformers' order; tokens filtered out get −inf."""
     import transformers as tf
 
     steps: list[Any] = []
@@ -78,29 +214,28 @@ def cut(scores: Float[Tensor, "N V"], sampling: SamplingParams) -> Float[Tensor,
 
 
 def output_counts(positions: Positions, V: int) -> Float[Tensor, "N V"]:
-    """How often each token was said before each position."""
+    """Count how often each token was emitted before each position."""
     counts = torch.zeros(len(positions), V, device=positions.before.device)
     return counts.scatter_add_(1, positions.before.clamp_min(0), positions.in_output.float())
 
 
 def _filled(positions: Positions) -> Int[Tensor, "N L"]:
-    """The texts before each position, their padding filled with a token of theirs: who asks only which tokens have
-    been seen gets the right answer, and the repetition penalty asks nothing else."""
+    """Return the tokens before each position, with padding replaced by the first of them.
+
+    The repetition penalty depends only on which tokens occur, so a repeated token changes nothing.
+    """
     before = positions.before
     return torch.where(before == PAD, before[:, :1], before)
 
 
-Scores = Float[Tensor, "N V"]
-
-
 def supported(scores: Scores, sampling: SamplingParams, tolerance: float) -> tuple[Scores, Bool[Tensor, " N"]]:
-    """The scores with −inf where a token cannot come, and whether each row's cutoffs are clear of rounding."""
+    """Return the scores after the filters, and whether each row's cutoffs are further than rounding from any token."""
     clear = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
     for name, others in (("top_k", ("top_p", "min_p")), ("top_p", ("top_k", "min_p")), ("min_p", ("top_k", "top_p"))):
         step = without(sampling, *others)
         if getattr(step, name) in (None, 1, 1.0, 0, 0.0):
             continue
-        after = cut(scores, step)
+        after = filtered(scores, step)
         clear &= _clear(scores, after, step, tolerance)
         scores = after
     return scores, clear
@@ -126,7 +261,7 @@ def _clear(before: Scores, after: Scores, step: SamplingParams, tolerance: float
 def reachable(
     scores: Scores, token: Int[Tensor, " N"], sampling: SamplingParams, tolerance: float
 ) -> Bool[Tensor, " N"]:
-    """Whether each token can come if every cutoff gives way by the tolerance."""
+    """Return whether each token passes the filters if every cutoff is loosened by the tolerance."""
     margin = 2 * _margin(tolerance)
     own = scores.gather(1, token[:, None])[:, 0]
     possible = own > -math.inf
@@ -143,164 +278,32 @@ def reachable(
 
 
 def _mass_margin(top_p: int | float, tolerance: float) -> float:
-    """By how much a nucleus' mass may be off: a set of mass m gains at most 2·δ·m·(1 − m) if its tokens are all too
-    likely by a factor 1 + δ and the others too unlikely; and sums in float32 round."""
+    """Return the possible error of a nucleus' mass.
+
+    A set of mass m gains at most 2·δ·m·(1 − m) if its tokens are all too likely by a factor 1 + δ and the others too
+    unlikely; the constant covers rounding of float32 sums.
+    """
     return 2 * tolerance * top_p * (1 - top_p) + 1e-6
 
 
 def _margin(tolerance: float) -> float:
-    """Probabilities within a factor 1 ± tolerance: their scores within this of one another."""
+    """Return the largest difference of two scores whose probabilities are equal up to the tolerance."""
     return 2 * math.log1p(tolerance)
 
 
-TOLERANCE: Final[Mapping[torch.dtype, float]] = MappingProxyType(
-    {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-)
-"""By what factor of itself a probability may be off, where a pass over a whole text and a pass over a few tokens
-compute the same logits in this type. A temperature below 1 magnifies it."""
-
-ROOM: Final = 1 << 22
-"""Numbers in one table of distributions, of which some twenty are made: 16 MiB each in float32."""
-ROWS: Final = 1 << 14
-"""Positions at a time, however small the vocabulary."""
-SMALL: Final = 4096
-"""Vocabularies up to this size are judged in float64."""
+def without(sampling: SamplingParams, *names: str) -> SamplingParams:
+    """Return the sampling parameters with these turned off."""
+    return replace(sampling, **{name: getattr(NEUTRAL, name) for name in names})
 
 
-@dataclass(frozen=True)
-class TargetDistributions:
-    """The target's distribution at each of N positions, after the sampling parameters.
-
-    `clear`: no cutoff lies within rounding of a token. `impossible`: the emitted token cannot come, rounding granted.
-    `scores` are the model's own, before any parameter.
-    """
-
-    positions: Positions
-    scores: Float[Tensor, "N V"]
-    log_p: Float[Tensor, "N V"]
-    clear: Bool[Tensor, " N"]
-    impossible: Bool[Tensor, " N"]
-
-    @cached_property
-    def p(self) -> Float[Tensor, "N V"]:
-        return self.log_p.exp()
-
-    @cached_property
-    def log_p_said(self) -> Float[Tensor, " N"]:
-        """The log-probability of the token that was emitted."""
-        return self.log_p.gather(1, self.positions.token[:, None])[:, 0].double()
-
-
-class ReferenceModel:
-    """A transformers causal language model, or any `Model`, as a judge."""
-
-    def __init__(self, model: Any, *, tolerance: float | None = None) -> None:
-        config = getattr(model, "config", None)
-        if config is None and not isinstance(model, Model):
-            raise ValueError(f"target must be a transformers model or a Model; got a {type(model).__name__}")
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(f"{type(model).__name__} has an encoder: the audit reads decoder-only models")
-        self.model, self._config = model, config
-        self._tolerance = tolerance
-        self._vocab_size: int | None = None if config is not None else int(model.vocab_size)
-
-    @property
-    def vocab_size(self) -> int:
-        if self._vocab_size is None:
-            self._vocab_size = int(self._logits(torch.zeros(1, 1, dtype=torch.long), 1).shape[-1])
-        return self._vocab_size
-
-    def tolerance(self, sampling: SamplingParams) -> float:
-        """What rounding may do to a probability under this sampling."""
-        known = self._tolerance if self._tolerance is not None else TOLERANCE.get(self._dtype, 1e-1)
-        return known / min(1.0, float(sampling.temperature) or 1.0)
-
-    def chunks(self, texts: Sequence[Text]) -> Iterator[list[Text]]:
-        """The texts, as many at a time as there is room for."""
-        most, chunk, held = max(1, min(ROWS, ROOM // self.vocab_size)), list[Text](), 0
-        for text in texts:
-            if chunk and held + len(text.tokens) > most:
-                yield chunk
-                chunk, held = [], 0
-            chunk.append(text)
-            held += len(text.tokens)
-        if chunk:
-            yield chunk
-
-    @torch.inference_mode()
-    def scores(self, positions: Positions) -> Float[Tensor, "N V"]:
-        """The model's own logits at every position, in one pass."""
-        texts = positions.texts
-        whole = [[*t.prompt, *t.tokens] for t in texts]
-        longest = max(map(len, whole)) - 1  # behind the last token nothing is asked
-        rows = torch.tensor([(row[:longest] + [row[0]] * longest)[:longest] for row in whole])
-        first = min(len(t.prompt) for t in texts) - 1
-        logits = self._logits(rows, longest - first)
-        row = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(t.tokens) for t in texts]))
-        made = logits[row.to(logits.device), (positions.length - 1 - first).to(logits.device)]
-        return made.double() if made.shape[-1] <= SMALL else made.float()
-
-    def dists(self, positions: Positions, sampling: SamplingParams) -> TargetDistributions:
-        """What plain decoding under this sampling would draw each token from. Greedy sampling has no distribution to bet on:
-        see `greedy.py`."""
-        if sampling.temperature == 0:
-            raise ValueError("temperature 0 draws nothing: a greedy audit compares tokens")
-        scores = self.scores(positions)
-        positions = positions.to(scores.device)
-        warm, tolerance = tilted(scores, positions, sampling), self.tolerance(sampling)
-        kept, clear = supported(warm, sampling, tolerance)
-        log_p = kept.log_softmax(-1)
-        impossible = log_p.gather(1, positions.token[:, None])[:, 0] == -torch.inf
-        if bool(impossible.any()):
-            some = impossible.nonzero()[:, 0]
-            could = reachable(warm[some], positions.token[some], sampling, tolerance)
-            impossible[some] = clear[some] | ~could
-        return TargetDistributions(positions, scores, log_p, clear, impossible)
-
-    def probs(self, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> Float[Tensor, "T V"]:
-        """The distribution of every token of one text."""
-        return self.dists(Positions.of([Text(tuple(prompt), tuple(tokens))]), sampling).p
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        table = getattr(self.model, "table", None)
-        if isinstance(table, Tensor):
-            return table.dtype
-        weights = getattr(self.model, "parameters", None)
-        return next(iter(weights())).dtype if weights is not None else torch.float32
-
-    def _logits(self, tokens: Int[Tensor, "B T"], scored: int) -> Float[Tensor, "B J V"]:
-        """Of the last `scored` positions. Rows are padded on the right, where a causal model does not look."""
-        if self._config is None:
-            tokens = tokens.to(self.model.device)
-            logits: Tensor = self.model(tokens, self.model.new_cache(len(tokens), tokens.shape[1])).logits
-            return logits[:, tokens.shape[1] - scored :]
-        made: Tensor = self._pass(tokens, scored).logits
-        return made[:, -scored:]
-
-    def _pass(self, tokens: Int[Tensor, "B T"], scored: int, **wanted: Any) -> Any:
-        """What a transformers model shows; where it can it scores the last `scored` positions only."""
-        few = {"logits_to_keep": scored} if "logits_to_keep" in signature(self.model.forward).parameters else {}
-        return self.model(input_ids=tokens.to(self.model.device), use_cache=False, **few, **wanted)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The tokens that end a text, by the model's own generation settings; none where it has none."""
-        settings = getattr(self.model, "generation_config", None)
-        named = getattr(settings, "eos_token_id", None)
-        return () if named is None else (named,) if isinstance(named, int) else tuple(named)
-
-    def describe(self) -> dict[str, str]:
-        """Which model this is, for a certificate: its kind, and a hash of its weights."""
-        return {"model": type(self.model).__name__, "weights": fingerprint(self.model)}
-
-
-SAMPLED: Final = 4096
-"""Numbers of each weight that go into a fingerprint."""
+def in_use(sampling: SamplingParams) -> list[str]:
+    """List the names of the parameters that have an effect."""
+    names = [f.name for f in fields(sampling) if f.name != "seed"]
+    return [name for name in names if getattr(sampling, name) != getattr(NEUTRAL, name)]
 
 
 def fingerprint(model: Any) -> str:
-    """A hash over every weight's name, shape and type and evenly spaced numbers of it."""
+    """Hash every weight's name, shape, dtype and evenly spaced elements."""
     table = getattr(model, "table", None)
     weights = {"table": table} if isinstance(table, Tensor) else dict(getattr(model, "state_dict", dict)())
     digest = hashlib.sha256()
@@ -308,6 +311,6 @@ def fingerprint(model: Any) -> str:
         if not isinstance(weight, Tensor) or weight.layout != torch.strided:
             continue
         flat = weight.detach().flatten()
-        some = flat[:: max(1, len(flat) // SAMPLED)].double().cpu()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + some.numpy().tobytes())
+        sample = flat[:: max(1, len(flat) // FINGERPRINT_SAMPLES)].double().cpu()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]

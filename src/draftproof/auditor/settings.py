@@ -1,4 +1,4 @@
-"""What is asked of an audit, and which texts that means."""
+"""Hold the arguments of an audit, get its texts from the decoder, and describe it for the certificate."""
 
 import math
 import platform
@@ -16,10 +16,10 @@ from draftproof.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class AuditRequest:
-    """The arguments of an audit that make up its result, the decoder and the models apart.
+    """The arguments that determine an audit's result, apart from the decoder and the models.
 
-    Text i continues prompt i modulo their number with seed `seed` + i, in calls of `batch` prompts, up to `length`
-    tokens or the first of `ends`.
+    Text i continues prompt i mod len(prompts) with seed `seed` + i, in calls of `batch` prompts, up to `length`
+    tokens or the first token in `ends`.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -45,68 +45,74 @@ class AuditRequest:
                 raise ValueError(f"{name} must be ≥ 1; got {getattr(self, name)}")
 
     def texts(self, decoder: Decoder, first: int) -> list[Text]:
-        """The next batch of texts, from number `first` on."""
+        """Ask the decoder for the next batch of texts; `first` is the number of the first one."""
         numbers = range(first, first + self.batch)
         prompts = [self.prompts[i % len(self.prompts)] for i in numbers]
         seeds = [self.seed + i for i in numbers]
-        said = decoder.decode(prompts, self.sampling, max_tokens=self.length, seeds=seeds)
-        if len(said) != len(prompts):
-            raise ValueError(f"the decoder gave {len(said)} samples for {len(prompts)} prompts")
+        samples = decoder.decode(prompts, self.sampling, max_tokens=self.length, seeds=seeds)
+        if len(samples) != len(prompts):
+            raise ValueError(f"the decoder gave {len(samples)} samples for {len(prompts)} prompts")
         return [
             Text(prompt, tuple(s.tokens), None if s.rounds is None else tuple(s.rounds))
-            for prompt, s in zip(prompts, said, strict=True)
+            for prompt, s in zip(prompts, samples, strict=True)
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON can keep it: `audit(decoder, target, **AuditRequest.from_dict(kept).arguments())` is the same audit."""
-        kept = {f.name: getattr(self, f.name) for f in fields(self)}
+        """Return a dict that JSON can hold.
+
+        `audit(decoder, target, **AuditRequest.from_dict(saved).arguments())` repeats the audit.
+        """
         plain = {"prompts": [list(p) for p in self.prompts], "sampling": sampling_dict(self.sampling)}
-        return {**kept, **plain, "ends": list(self.ends)}
+        return {**self.arguments(), **plain, "ends": list(self.ends)}
 
     @classmethod
-    def from_dict(cls, kept: dict[str, Any]) -> "AuditRequest":
-        prompts = tuple(tuple(prompt) for prompt in kept["prompts"])
-        made = {"prompts": prompts, "sampling": sampling_of(kept["sampling"]), "ends": tuple(kept["ends"])}
-        return cls(**{**kept, **made})
+    def from_dict(cls, saved: dict[str, Any]) -> "AuditRequest":
+        """Restore a request that `as_dict` saved."""
+        prompts = tuple(tuple(prompt) for prompt in saved["prompts"])
+        parsed = {"prompts": prompts, "sampling": sampling_from_dict(saved["sampling"]), "ends": tuple(saved["ends"])}
+        return cls(**{**saved, **parsed})
 
     def arguments(self) -> dict[str, Any]:
-        """For `audit`."""
+        """Return the fields as keyword arguments of `audit`."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 def sampling_dict(sampling: SamplingParams) -> dict[str, Any]:
-    kept = {f.name: getattr(sampling, f.name) for f in fields(sampling) if f.name != "seed"}
-    return {**kept, "logit_bias": {str(token): amount for token, amount in sampling.logit_bias.items()}}
+    """Return the parameters, without the seed, as a dict that JSON can hold."""
+    plain = {f.name: getattr(sampling, f.name) for f in fields(sampling) if f.name != "seed"}
+    return {**plain, "logit_bias": {str(token): amount for token, amount in sampling.logit_bias.items()}}
 
 
-def sampling_of(kept: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(
-        **{**kept, "logit_bias": {int(token): amount for token, amount in kept["logit_bias"].items()}}
-    )
+def sampling_from_dict(saved: dict[str, Any]) -> SamplingParams:
+    """Restore the parameters that `sampling_dict` saved."""
+    logit_bias = {int(token): amount for token, amount in saved["logit_bias"].items()}
+    return SamplingParams(**{**saved, "logit_bias": logit_bias})
 
 
-def share_needed(reached: int | float, wanted: int | float) -> float:
-    """How many times what was reached is wanted; at least once."""
+def factor_needed(reached: int | float, wanted: int | float) -> float:
+    """Return the factor by which `reached` must grow to be `wanted`; at least 1."""
     return max(1.0, wanted / reached) if reached > 0 else math.inf
 
 
-def facts_of(decoder: Decoder, teacher: ReferenceModel, asked: AuditRequest, drafter: Any) -> dict[str, str]:
-    """What was examined, and with what."""
-    made = {"decoder": str(getattr(decoder, "name", type(decoder).__name__))}
-    made |= {str(k): str(v) for k, v in getattr(decoder, "description", {}).items()}
-    made |= {f"target {name}": value for name, value in teacher.describe().items()}
-    known = as_drafter(drafter)
-    if isinstance(known, ReferenceModel):
-        made |= {f"drafter {name}": value for name, value in known.describe().items()}
-    shown = sampling_dict(asked.sampling)
-    made["sampling"] = ", ".join(f"{name}={shown[name]}" for name in in_use(asked.sampling)) or "temperature=1.0"
-    made["seeds"] = f"from {asked.seed} on, one a text"
-    made["prompts"] = f"{len(asked.prompts)}, up to {asked.length} tokens after each, {asked.batch} at a time"
-    made["ends"] = ", ".join(map(str, asked.ends)) or "none"
-    made["tolerance"] = f"{teacher.tolerance(asked.sampling):g} of a probability"
-    made["versions"] = ", ".join(f"{name} {_version(name)}" for name in ("draftproof", "torch", "transformers"))
-    made["python"] = platform.python_version()
-    return made
+def facts_of(decoder: Decoder, reference: ReferenceModel, request: AuditRequest, drafter: Any) -> dict[str, str]:
+    """Describe the decoder, the models, the settings and the versions, for the certificate."""
+    facts = {"decoder": str(getattr(decoder, "name", type(decoder).__name__))}
+    facts |= {str(k): str(v) for k, v in getattr(decoder, "description", {}).items()}
+    facts |= {f"target {name}": value for name, value in reference.describe().items()}
+    replayed = as_drafter(drafter)
+    if isinstance(replayed, ReferenceModel):
+        facts |= {f"drafter {name}": value for name, value in replayed.describe().items()}
+    parameters = sampling_dict(request.sampling)
+    facts["sampling"] = (
+        ", ".join(f"{name}={parameters[name]}" for name in in_use(request.sampling)) or "temperature=1.0"
+    )
+    facts["seeds"] = f"from {request.seed} on, one a text"
+    facts["prompts"] = f"{len(request.prompts)}, up to {request.length} tokens after each, {request.batch} at a time"
+    facts["ends"] = ", ".join(map(str, request.ends)) or "none"
+    facts["tolerance"] = f"{reference.tolerance(request.sampling):g} of a probability"
+    facts["versions"] = ", ".join(f"{name} {_version(name)}" for name in ("draftproof", "torch", "transformers"))
+    facts["python"] = platform.python_version()
+    return facts
 
 
 def _version(package: str) -> str:
@@ -116,25 +122,25 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def untested(asked: AuditRequest, drafter: Any) -> list[str]:
-    """What no audit like this one can speak of."""
-    made = ["other prompts, lengths, batches and sampling parameters"]
-    if asked.method != "greedy":
-        made.append("a bias that no bet points to, and one that is smaller than what would have been seen")
-    if asked.method != "greedy" and drafter is None:
-        made.append("mixtures with a distribution that the drafter draws from: none was given")
-    if asked.method != "greedy" and isinstance(drafter, str):
-        made.append("copied drafts other than what followed the latest longest match")
-    if not asked.ends:
-        made.append("whether texts stop where they should: no token ends them")
-    if asked.method == "bets":
-        made.append("positions where a cutoff lies within rounding of a token")
-    return made
+def untested(request: AuditRequest, drafter: Any) -> list[str]:
+    """List what this audit cannot show, for the certificate."""
+    lines = ["other prompts, lengths, batches and sampling parameters"]
+    if request.method != "greedy":
+        lines.append("a bias that no bet points to, and one that is smaller than what would have been seen")
+    if request.method != "greedy" and drafter is None:
+        lines.append("mixtures with a distribution that the drafter draws from: none was given")
+    if request.method != "greedy" and isinstance(drafter, str):
+        lines.append("copied drafts other than what followed the latest longest match")
+    if not request.ends:
+        lines.append("whether texts stop where they should: no token ends them")
+    if request.method == "bets":
+        lines.append("positions where a cutoff lies within rounding of a token")
+    return lines
 
 
-def check_the_same(resume: Certificate, asked: AuditRequest, facts: dict[str, str]) -> None:
-    """Refuse to go on with a certificate of other models or other arguments; only max_tokens may differ."""
-    before, now = dict(resume.asked), asked.as_dict()
+def check_the_same(resume: Certificate, request: AuditRequest, facts: dict[str, str]) -> None:
+    """Refuse to resume a certificate of other models or other arguments; only max_tokens may differ."""
+    before, now = dict(resume.asked), request.as_dict()
     changed = [name for name in now if name != "max_tokens" and before.get(name) != now[name]]
     changed += [
         name for name in facts if name.startswith(("target", "drafter")) and facts[name] != resume.tested.get(name)

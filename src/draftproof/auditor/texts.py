@@ -1,8 +1,8 @@
-"""The emitted tokens of many texts, laid flat: what came before each, and where it stands in its round.
+"""Lay the emitted tokens of many texts flat: the tokens before each one, and its place in its round.
 
-All of it is fixed before the token is drawn, so a bet may use it: an exact decoder's distribution of the token, given these, is
-the target's. What became of the token (kept or closing) and what was drafted in its place are left out on purpose:
-given those it is not (`tests/auditor/test_false_alarms.py`).
+All of this is fixed before the token is drawn, so a bet may use it: given these, an exact decoder draws the token from
+the target's distribution. What happened to the token (draft token or last of its round) and what was drafted in its
+place are left out: given those, an exact decoder does not (`tests/auditor/test_false_alarms.py`).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -17,11 +17,12 @@ from torch import Tensor
 from draftproof.core.types import PAD, Round
 
 LONGEST_MATCH: Final = 3
+"""Tokens that a copying drafter is assumed to match at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt and what a decoder said to it; `rounds` where it tells."""
+    """A prompt, the tokens that a decoder emitted after it, and its rounds if the decoder reports them."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -30,38 +31,46 @@ class Text:
 
 @dataclass(frozen=True)
 class Positions:
-    """N emitted tokens. `before` are the texts up to each, PAD behind their ends; `said` how many tokens of the output
-    come before it; `depth` how many tokens of its round do, PAD where the rounds are not known."""
+    """N emitted tokens and what precedes each.
+
+    before        the text up to each token, padded on the right with PAD
+    length        the number of tokens in `before`, prompt included
+    output_index  how many of them are output tokens
+    depth         how many of them belong to the token's own round; PAD if the rounds are not known
+    """
 
     texts: tuple[Text, ...]
     token: Int[Tensor, " N"]
     before: Int[Tensor, "N L"]
     length: Int[Tensor, " N"]
-    said: Int[Tensor, " N"]
+    output_index: Int[Tensor, " N"]
     depth: Int[Tensor, " N"]
 
     @classmethod
     def of(cls, texts: Sequence[Text]) -> "Positions":
+        """List every emitted token of these texts."""
         widths = torch.tensor([len(t.tokens) for t in texts])
         longest = max((len(t.prompt) + len(t.tokens) for t in texts), default=1)
         whole = torch.tensor(
             [[*t.prompt, *t.tokens] + [PAD] * (longest - len(t.prompt) - len(t.tokens)) for t in texts]
         )
         row = torch.arange(len(texts)).repeat_interleave(widths)
-        said = torch.arange(len(row)) - (widths.cumsum(0) - widths)[row]
-        length = torch.tensor([len(t.prompt) for t in texts])[row] + said
+        output_index = torch.arange(len(row)) - (widths.cumsum(0) - widths)[row]
+        length = torch.tensor([len(t.prompt) for t in texts])[row] + output_index
         whole = whole.view(len(texts), longest)
         before = whole[row].masked_fill(torch.arange(longest) >= length[:, None], PAD)
         depth = torch.tensor([d for t in texts for d in depths(t)], dtype=torch.long)
-        return cls(tuple(texts), whole[row, length], before[:, : max(longest - 1, 1)], length, said, depth)
+        return cls(tuple(texts), whole[row, length], before[:, : max(longest - 1, 1)], length, output_index, depth)
 
     def to(self, device: torch.device) -> "Positions":
-        """The same where the distributions are."""
-        tensors = {name: getattr(self, name).to(device) for name in ("token", "before", "length", "said", "depth")}
+        """Copy the tensors to a device."""
+        tensors = {
+            name: getattr(self, name).to(device) for name in ("token", "before", "length", "output_index", "depth")
+        }
         return replace(self, **tensors)
 
     def text_of(self, n: int) -> int:
-        """Which of the texts position n is in."""
+        """Return the index of the text that position n belongs to."""
         ends = torch.tensor([len(text.tokens) for text in self.texts]).cumsum(0)
         return int((ends <= n).sum())
 
@@ -69,10 +78,10 @@ class Positions:
         return len(self.token)
 
     def late(self, tokens: Int[Tensor, " N"]) -> "Positions":
-        """The same with so many of the tokens before each not yet known."""
+        """Hide the last `tokens[n]` tokens before position n: the context that a penalty applied late has seen."""
         length = self.length - tokens
         before = self.before.masked_fill(self._place >= length[:, None], PAD)
-        return replace(self, before=before, length=length, said=self.said - tokens)
+        return replace(self, before=before, length=length, output_index=self.output_index - tokens)
 
     @cached_property
     def _place(self) -> Int[Tensor, " L"]:
@@ -80,13 +89,13 @@ class Positions:
 
     @cached_property
     def in_output(self) -> Bool[Tensor, "N L"]:
-        """Which of the tokens before were said, and not asked."""
-        return (self._place >= (self.length - self.said)[:, None]) & (self._place < self.length[:, None])
+        """Mark the tokens of `before` that are output, not prompt."""
+        return (self._place >= (self.length - self.output_index)[:, None]) & (self._place < self.length[:, None])
 
-    def behind(self, ends: Collection[int]) -> Bool[Tensor, " N"]:
-        """Whether one of these tokens was said before each: its text had ended."""
-        over = torch.tensor(sorted(ends), dtype=torch.long, device=self.before.device)
-        return (torch.isin(self.before, over) & self.in_output).any(-1)
+    def after_end(self, ends: Collection[int]) -> Bool[Tensor, " N"]:
+        """Return whether an end-of-text token was emitted before each position."""
+        eos = torch.tensor(sorted(ends), dtype=torch.long, device=self.before.device)
+        return (torch.isin(self.before, eos) & self.in_output).any(-1)
 
     @cached_property
     def last(self) -> Int[Tensor, " N"]:
@@ -94,8 +103,10 @@ class Positions:
 
     @cached_property
     def continuation(self) -> Int[Tensor, " N"]:
-        """What followed the last tokens where they stood before, PAD where they never did: the longest match of up to
-        LONGEST_MATCH tokens, and of those the latest. It is what copying drafters propose first."""
+        """Return the token that followed the latest longest match of the last tokens; PAD if nothing matches.
+
+        Matches have up to LONGEST_MATCH tokens. It is the token that copying drafters propose first.
+        """
         place = self._place
         found = torch.full_like(self.token, PAD)
         alike = place < (self.length - 1)[:, None]  # the match must have been followed by something
@@ -104,23 +115,23 @@ class Positions:
             same = self.before == self.before.gather(1, back.clamp_min(0))
             alike = alike & torch.nn.functional.pad(same, (size - 1, 0))[:, : same.shape[1]] & (back > 0)
             latest = torch.where(alike, place, -1).amax(-1)
-            found = torch.where(latest >= size - 1, self._behind(latest), found)
+            found = torch.where(latest >= size - 1, self._following(latest), found)
         return found
 
-    def _behind(self, place: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
+    def _following(self, place: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
         last = self.before.shape[1] - 1
         return self.before.gather(1, (place + 1).clamp(0, last)[:, None])[:, 0]
 
 
 def depths(text: Text) -> Iterator[int]:
-    """For every token how many of its round came before it, by the borders of the rounds that ended before it."""
+    """Yield for every token how many tokens of its round come before it; PAD if the rounds are not known."""
     if text.rounds is None:
         yield from [PAD] * len(text.tokens)
         return
     counted = [i for round_ in text.rounds for i in range(round_.accepted + 1)]
     if len(counted) < len(text.tokens):
         raise ValueError(
-            f"the trace has rounds for {len(counted)} tokens, and {len(text.tokens)} were emitted: a round emits what "
-            "it accepts and one token more"
+            f"the trace has rounds for {len(counted)} tokens, and {len(text.tokens)} were emitted: a round emits its "
+            "accepted tokens and one more"
         )
     yield from counted[: len(text.tokens)]

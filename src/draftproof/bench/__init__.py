@@ -1,1 +1,1 @@
-"""How fast, and against what: prompts × drafters × rules, in alternation, on this machine."""
+"""Measure decoding speed on this machine: drafters and rules against plain decoding, in alternation on every prompt."""

@@ -1,4 +1,4 @@
-"""Measuring in alternation: each prompt by every contestant before the next, so that all see the same machine."""
+"""Time decoders in alternation: every decoder answers a prompt before the next prompt, so all see the same load."""
 
 import hashlib
 import time
@@ -10,15 +10,15 @@ from draftproof.bench.prompts import Prompt
 from draftproof.core.sampling import SamplingParams
 
 PLAIN: Final = "plain"
-"""The name of the contestant that all are measured against: this library's engine without a drafter."""
+"""Name of the baseline that speedups refer to: this library's engine without a drafter."""
 
-WARM_UP: Final = 4
-"""Tokens that each contestant says before anything counts: first passes allocate and tune."""
+WARM_UP_TOKENS: Final = 4
+"""Tokens that each decoder generates before anything is timed: first passes allocate and compile."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What a contestant did with a prompt. What it cannot tell is None."""
+class Decoded:
+    """The result of one prompt. Counts that a decoder does not report are None."""
 
     tokens: list[int]
     first_token: float | None
@@ -29,16 +29,23 @@ class Said:
 
 
 @runtime_checkable
-class Contestant(Protocol):
+class Decoder(Protocol):
+    """A named way to generate text: an engine with some drafter and rule, or transformers' generate."""
+
     @property
     def name(self) -> str: ...
 
-    def __call__(self, tokens: list[int], max_tokens: int, sampling: SamplingParams) -> Said: ...
+    def __call__(self, tokens: list[int], max_tokens: int, sampling: SamplingParams) -> Decoded: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt by one contestant, once. `digest` tells equal texts from different ones. Seconds count the prompt."""
+    """One prompt by one decoder, once; saved in results files under these field names.
+
+    contestant  the decoder's name
+    seconds     the time for everything, the prompt included
+    digest      equal for equal output tokens
+    """
 
     contestant: str
     prompt: str
@@ -55,10 +62,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to measure: `encode` turns a prompt into the tokens that all contestants get."""
+class BenchPlan:
+    """The runs to make. `encode` turns a prompt into the tokens that all decoders get."""
 
-    contestants: Sequence[Contestant]
+    decoders: Sequence[Decoder]
     prompts: Sequence[Prompt]
     encode: Callable[[str], list[int]]
     max_tokens: int
@@ -67,28 +74,28 @@ class Plan:
 
     @property
     def total(self) -> int:
-        return len(self.contestants) * len(self.prompts) * self.repeats
+        return len(self.decoders) * len(self.prompts) * self.repeats
 
 
-def measured(plan: Plan) -> Iterator[Run]:
-    """The runs as they are made. Who begins changes from prompt to prompt."""
+def measure(plan: BenchPlan) -> Iterator[Run]:
+    """Yield the runs as they are made. The decoder that goes first changes from prompt to prompt."""
     tokens = plan.encode(plan.prompts[0].prompt)
-    for contestant in plan.contestants:
-        contestant(tokens, WARM_UP, SamplingParams(**plan.sampling, seed=0))
+    for decoder in plan.decoders:
+        decoder(tokens, WARM_UP_TOKENS, SamplingParams(**plan.sampling, seed=0))
     for turn, prompt in enumerate(plan.prompts):
         tokens = plan.encode(prompt.prompt)
         for repeat in range(plan.repeats):
-            first = (turn + repeat) % len(plan.contestants)
-            for contestant in (*plan.contestants[first:], *plan.contestants[:first]):
-                yield _run(contestant, prompt, tokens, repeat, plan)
+            first = (turn + repeat) % len(plan.decoders)
+            for decoder in (*plan.decoders[first:], *plan.decoders[:first]):
+                yield _run(decoder, prompt, tokens, repeat, plan)
 
 
-def _run(contestant: Contestant, prompt: Prompt, tokens: list[int], repeat: int, plan: Plan) -> Run:
+def _run(decoder: Decoder, prompt: Prompt, tokens: list[int], repeat: int, plan: BenchPlan) -> Run:
     sampling = SamplingParams(**plan.sampling, seed=repeat)
     start = time.perf_counter()
-    said = contestant(tokens, plan.max_tokens, sampling)
+    decoded = decoder(tokens, plan.max_tokens, sampling)
     seconds = time.perf_counter() - start
-    digest = hashlib.sha256(str(said.tokens).encode()).hexdigest()[:12]
-    counts = (said.passes, said.drafts, said.drafted, said.accepted)
-    place = (contestant.name, prompt.id, prompt.kind, repeat)
-    return Run(*place, len(said.tokens), seconds, said.first_token, *counts, digest)
+    digest = hashlib.sha256(str(decoded.tokens).encode()).hexdigest()[:12]
+    counts = (decoded.passes, decoded.drafts, decoded.drafted, decoded.accepted)
+    identity = (decoder.name, prompt.id, prompt.kind, repeat)
+    return Run(*identity, len(decoded.tokens), seconds, decoded.first_token, *counts, digest)

@@ -1,4 +1,4 @@
-"""From runs to figures: speeds, speedups with their spread, acceptance."""
+"""Report the runs of a benchmark: figures per decoder, as a table, a comparison, a plot, or a results file."""
 
 import json
 import os
@@ -7,13 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, Final
 
 import torch
 from rich.table import Table
 
 import draftproof
 from draftproof.bench.measure import PLAIN, Run
+
+COLUMNS: Final = ("", "tokens/s", "speedup", "(quartiles)", "acc. length", "tokens/pass", "first token", "same text")
+COLOURS: Final = ("#2b5fd9", "#0b7a5b", "#d9771a", "#6a3fb5", "#c02f3f", "#5d6573", "#0d8ca8", "#a8871a")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A contestant's figures over some prompts. `same` counts the prompts it answered with plain decoding's tokens."""
+    """A decoder's figures over some prompts. `same` counts the prompts answered with plain decoding's tokens."""
 
     contestant: str
     prompts: int
@@ -48,12 +51,8 @@ class Figures:
     same: int
 
 
-def kinds_of(runs: Iterable[Run]) -> list[str]:
-    return list(dict.fromkeys(run.kind for run in runs))
-
-
 def summarise(runs: Sequence[Run], kind: str | None = None) -> list[Figures]:
-    """A line a contestant, for one kind of prompts or for all; the plain one first, as far as runs go."""
+    """Return the figures of every decoder, plain decoding first, over one kind of prompts or over all."""
     chosen = [run for run in runs if kind is None or run.kind == kind]
     names = dict.fromkeys([PLAIN, *sorted({run.contestant for run in chosen})])
     plain = [run for run in chosen if run.contestant == PLAIN]
@@ -61,36 +60,36 @@ def summarise(runs: Sequence[Run], kind: str | None = None) -> list[Figures]:
     return [_figures(name, group, plain) for name, group in groups.items() if group]
 
 
-def rates(runs: Iterable[Run]) -> dict[str, float]:
-    """Tokens a second for each prompt, the median of its repeats."""
-    by_prompt: dict[str, list[float]] = {}
-    for run in runs:
-        by_prompt.setdefault(run.prompt, []).append(run.tokens / run.seconds)
-    return {prompt: median(each) for prompt, each in by_prompt.items()}
-
-
-def ratios(of: dict[str, float], to: dict[str, float]) -> list[float]:
-    """Prompt by prompt, where both have been measured."""
-    return [rate / to[prompt] for prompt, rate in of.items() if to.get(prompt)]
-
-
 def _figures(name: str, runs: list[Run], plain: list[Run]) -> Figures:
     first = [run.first_token for run in runs if run.first_token is not None]
-    said = {(run.prompt, run.repeat): run.digest for run in plain}
+    plain_digests = {(run.prompt, run.repeat): run.digest for run in plain}
     return Figures(
         contestant=name,
         prompts=len({run.prompt for run in runs}),
         tokens_per_second=sum(run.tokens for run in runs) / sum(run.seconds for run in runs),
-        speedup=Spread.of(ratios(rates(runs), rates(plain))),
+        speedup=Spread.of(_ratios(_rates(runs), _rates(plain))),
         acceptance_length=_acceptance_length(runs),
         tokens_per_pass=_tokens_per_pass(runs),
         first_token=median(first) if first else None,
-        same=len({run.prompt for run in runs if said.get((run.prompt, run.repeat)) == run.digest}),
+        same=len({run.prompt for run in runs if plain_digests.get((run.prompt, run.repeat)) == run.digest}),
     )
 
 
+def _rates(runs: Iterable[Run]) -> dict[str, float]:
+    """Return tokens per second for each prompt: the median of its repeats."""
+    by_prompt: dict[str, list[float]] = {}
+    for run in runs:
+        by_prompt.setdefault(run.prompt, []).append(run.tokens / run.seconds)
+    return {prompt: median(rates) for prompt, rates in by_prompt.items()}
+
+
+def _ratios(rates: dict[str, float], baseline: dict[str, float]) -> list[float]:
+    """Return the ratio for each prompt that both have."""
+    return [rate / baseline[prompt] for prompt, rate in rates.items() if baseline.get(prompt)]
+
+
 def _acceptance_length(runs: list[Run]) -> float | None:
-    """1 + accepted tokens a draft. None where nobody counted, or nothing was drafted."""
+    """Return 1 + accepted tokens per draft; None if nothing was drafted or counted."""
     drafts = sum(run.drafts or 0 for run in runs)
     return 1 + sum(run.accepted or 0 for run in runs) / drafts if drafts else None
 
@@ -100,40 +99,41 @@ def _tokens_per_pass(runs: list[Run]) -> float | None:
     return sum(run.tokens for run in runs) / passes if passes else None
 
 
-COLUMNS = ("", "tokens/s", "speedup", "(quartiles)", "acc. length", "tokens/pass", "first token", "same text")
+def _kinds(runs: Iterable[Run]) -> list[str]:
+    return list(dict.fromkeys(run.kind for run in runs))
 
 
 def table(runs: Sequence[Run], greedy: bool) -> Table:
-    """All prompts, then kind by kind. `greedy`: only then is a different text a surprise."""
-    shown = _empty(COLUMNS if greedy else COLUMNS[:-1])
-    kinds = kinds_of(runs)
+    """Make a table over all prompts, then kind by kind. Only `greedy` texts are expected to be the same."""
+    made = _empty_table(COLUMNS if greedy else COLUMNS[:-1])
+    kinds = _kinds(runs)
     for kind in (None, *(kinds if len(kinds) > 1 else ())):
         figures = summarise(runs, kind)
         prompts = max((f.prompts for f in figures), default=0)
-        shown.add_row(f"[bold]{kind or 'all prompts'}[/bold] ({prompts})")
+        made.add_row(f"[bold]{kind or 'all prompts'}[/bold] ({prompts})")
         for one in figures:
-            shown.add_row(*_cells(one)[: len(shown.columns)])
-        shown.add_section()
-    return shown
+            made.add_row(*_cells(one)[: len(made.columns)])
+        made.add_section()
+    return made
 
 
 def comparison(before: Sequence[Run], after: Sequence[Run]) -> Table:
-    """The contestants that two files share: how their speed changed, prompt by prompt."""
-    shown = _empty(("", "tokens/s before", "after", "change", "(quartiles)", "prompts"))
+    """Make a table of how the speed changed, prompt by prompt, for the decoders that both results have."""
+    made = _empty_table(("", "tokens/s before", "after", "change", "(quartiles)", "prompts"))
     one, other = ({f.contestant: f for f in summarise(runs)} for runs in (before, after))
     for name in one:
         if name not in other:
             continue
-        changes = ratios(
-            rates(r for r in after if r.contestant == name), rates(r for r in before if r.contestant == name)
+        changes = _ratios(
+            _rates(r for r in after if r.contestant == name), _rates(r for r in before if r.contestant == name)
         )
-        middle, quartiles = _spread(Spread.of(changes))
+        middle, quartiles = _spread_cells(Spread.of(changes))
         speeds = (f"{one[name].tokens_per_second:.1f}", f"{other[name].tokens_per_second:.1f}")
-        shown.add_row(name, *speeds, middle, quartiles, str(len(changes)))
-    return shown
+        made.add_row(name, *speeds, middle, quartiles, str(len(changes)))
+    return made
 
 
-def _empty(columns: Sequence[str]) -> Table:
+def _empty_table(columns: Sequence[str]) -> Table:
     made = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
     for column in columns:
         made.add_column(column, justify="right" if column else "left", no_wrap=True)
@@ -141,40 +141,37 @@ def _empty(columns: Sequence[str]) -> Table:
 
 
 def _cells(figures: Figures) -> list[str]:
-    middle, quartiles = _spread(figures.speedup)
+    middle, quartiles = _spread_cells(figures.speedup)
     return [
         f"  {figures.contestant}",
         f"{figures.tokens_per_second:.1f}",
         middle,
         quartiles,
-        _number(figures.acceptance_length),
-        _number(figures.tokens_per_pass),
+        _number_cell(figures.acceptance_length),
+        _number_cell(figures.tokens_per_pass),
         "–" if figures.first_token is None else f"{figures.first_token:.2f} s",
         f"{figures.same}/{figures.prompts}",
     ]
 
 
-def _spread(spread: Spread | None) -> tuple[str, str]:
+def _spread_cells(spread: Spread | None) -> tuple[str, str]:
     if spread is None:
         return "–", ""
     return f"{spread.middle:.2f}×", f"({spread.low:.2f}–{spread.high:.2f})"
 
 
-def _number(value: float | None) -> str:
+def _number_cell(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-INKS = ("#2b5fd9", "#0b7a5b", "#d9771a", "#6a3fb5", "#c02f3f", "#5d6573", "#0d8ca8", "#a8871a")
-
-
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """A group of bars a kind, a bar a contestant, quartiles as whiskers; 1 is plain decoding."""
+    """Plot the speedups over plain decoding: a group of bars per kind, a bar per decoder, quartiles as whiskers."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a plot needs matplotlib: pip install 'draftproof[bench]'") from None
+        raise ImportError("a plot needs matplotlib: pip install 'draftproof[plot]'") from None
 
-    kinds = kinds_of(runs)
+    kinds = _kinds(runs)
     groups = {kind: {f.contestant: f for f in summarise(runs, kind)} for kind in kinds}
     names = [f.contestant for f in summarise(runs) if f.contestant != PLAIN]
     figure = Figure(figsize=(max(6.0, 1.7 * len(kinds) + 2), 4.2), layout="constrained")
@@ -183,7 +180,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     for n, name in enumerate(names):
         found = [(i, groups[kind].get(name)) for i, kind in enumerate(kinds)]
         bars = [(i - 0.4 + (n + 0.5) * width, f) for i, f in found if f is not None and f.speedup is not None]
-        _bars(axes, bars, width * 0.92, name, INKS[n % len(INKS)])
+        _plot_bars(axes, bars, width * 0.92, name, COLOURS[n % len(COLOURS)])
     axes.axhline(1, color="#1d2129", linewidth=1)
     axes.set_xticks(range(len(kinds)), kinds)
     axes.set_ylabel("speedup over plain decoding")
@@ -193,16 +190,18 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _bars(axes: "object", bars: list[tuple[float, Figures]], width: float, name: str, ink: str) -> None:
+def _plot_bars(axes: "object", bars: list[tuple[float, Figures]], width: float, name: str, colour: str) -> None:
     spreads = [figures.speedup for _, figures in bars if figures.speedup is not None]
     middle = [s.middle for s in spreads]
     whiskers = [[s.middle - s.low for s in spreads], [s.high - s.middle for s in spreads]]
-    places = [x for x, _ in bars]
-    axes.bar(places, middle, width, yerr=whiskers, label=name, color=ink, ecolor="#5d6573", capsize=2)  # type: ignore[attr-defined]
+    xs = [x for x, _ in bars]
+    axes.bar(xs, middle, width, yerr=whiskers, label=name, color=colour, ecolor="#5d6573", capsize=2)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
+    """The contents of a results file."""
+
     settings: dict[str, Any]
     machine: dict[str, Any]
     runs: list[Run]
@@ -211,8 +210,26 @@ class Results:
         return json.dumps(asdict(self), ensure_ascii=False, indent=1) + "\n"
 
 
+def read_results(path: Path) -> Results:
+    """Read a results file, as `draftproof bench --save` and `--json` write it."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return Results(saved["settings"], saved["machine"], [Run(**run) for run in saved["runs"]])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no results of `draftproof bench --json` ({type(error).__name__})") from None
+
+
+def differences(one: Results, other: Results) -> Sequence[str]:
+    """List the settings and machine properties in which two results differ, one line each."""
+    lines = []
+    for part in ("settings", "machine"):
+        a, b = getattr(one, part), getattr(other, part)
+        lines += [f"{key}: {a.get(key)} → {b.get(key)}" for key in {**a, **b} if a.get(key) != b.get(key)]
+    return lines
+
+
 def machine() -> dict[str, Any]:
-    """What a speed depends on besides the program."""
+    """Return the versions and hardware that a speed depends on."""
     return {
         "draftproof": draftproof.__version__,
         "torch": torch.__version__,
@@ -222,20 +239,3 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def read_results(path: Path) -> Results:
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        return Results(kept["settings"], kept["machine"], [Run(**run) for run in kept["runs"]])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no results of `draftproof bench --json` ({type(error).__name__})") from None
-
-
-def differences(one: Results, other: Results) -> Sequence[str]:
-    """What besides speed is different, a line each: a comparison should know."""
-    said = []
-    for part in ("settings", "machine"):
-        a, b = getattr(one, part), getattr(other, part)
-        said += [f"{key}: {a.get(key)} → {b.get(key)}" for key in {**a, **b} if a.get(key) != b.get(key)]
-    return said

@@ -1,4 +1,4 @@
-"""The command line. A file a command; `main` is the door."""
+"""The `draftproof` command line, with one file for each command; `main` is the entry point."""
 
 from draftproof.cli.main import main
 

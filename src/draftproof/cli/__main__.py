@@ -1,4 +1,4 @@
-"""`python -m draftproof.cli`."""
+"""Run the command line as `python -m draftproof.cli`."""
 
 from draftproof.cli.main import main
 

@@ -1,76 +1,100 @@
-"""`draftproof bench`: how fast, on which kind of text, against what."""
+"""`draftproof bench`: measure drafters and rules against plain decoding, by kind of prompt."""
 
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from draftproof.bench import prompts
-from draftproof.bench import report as results
-from draftproof.bench import report as table
-from draftproof.bench.engines import hosts, ours
-from draftproof.bench.measure import Contestant, Plan, Run, measured
-from draftproof.cli.console import progress_bar, screen, waiting
+from draftproof.cli.console import progress_bar, screen, spinner
 from draftproof.cli.engines import open_engine
 from draftproof.cli.main import INTERRUPTED
-from draftproof.cli.options import RULES, Choice, check_drafter, draft_length_option, drafter_of
-from draftproof.drafters.registry import meant
-from draftproof.engine.engine import Engine
-from draftproof.models.tokenizer import encode
+from draftproof.cli.options import (
+    DEVICE_HELP,
+    RULES,
+    Choice,
+    check_drafter,
+    draft_length_option,
+    drafter_or_none,
+    target_option,
+)
 
-HELP = """Measure drafters and rules against plain decoding, on six kinds of prompts, in alternation.
+if TYPE_CHECKING:
+    from draftproof.bench.measure import BenchPlan, Decoder, Run
+    from draftproof.engine.engine import Engine
 
-A speedup is that of one prompt: tokens a second over those of plain decoding in the same run, the time for the prompt
-counted. Shown are the median over prompts and its quartiles. Ctrl-C ends early and shows what was measured.
+HELP = """Measure how much faster drafters and rules are than plain decoding, on six kinds of prompts.
+
+Every prompt is run by every decoder in turn. Its speedup is the decoder's tokens per second divided by those of plain
+decoding, with the time to read the prompt included. The table shows the median over prompts and the quartiles. Ctrl-C
+stops early and shows what was measured until then.
 
 \b
 Examples:
-  draftproof bench --limit 2                                        a first impression, some minutes
+  draftproof bench --limit 2                                        a quick look, in a few minutes
   draftproof bench --kinds code-editing --drafter ngram --drafter suffix
   draftproof bench --against transformers --save today.json --plot today.png
   draftproof bench --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B --rule block --rule token
   draftproof bench --compare yesterday.json today.json
 
-At temperature 0, the default, all contestants should say the same: "same text" counts it.
+At temperature 0, the default, all decoders should give the same text; the column "same text" counts how often they did.
 """
 
 
-@click.command(help=HELP, short_help="Speed against plain decoding, by kind of text; also transformers'.")
-@click.option("--target", metavar="MODEL", default="smollm2", show_default=True, help="smollm2, a folder or a hub id.")
+@click.command(help=HELP, short_help="Measure the speedup over plain decoding, by kind of prompt.")
+@target_option()
 @click.option(
-    "--drafter", "drafters", multiple=True, metavar="NAME", help="May be given several times. [auto, ngram, suffix]"
+    "--drafter", "drafters", multiple=True, metavar="NAME",
+    help="Drafter to measure. Can be given several times. [default: auto, ngram, suffix]",
+)  # fmt: skip
+@click.option(
+    "--draft-model", metavar="MODEL", help="Also measure a smaller draft model: a folder or a Hugging Face model id."
 )
-@click.option("--draft-model", metavar="MODEL", help="Also a smaller model: a folder or a hub id.")
-@click.option("--rule", "rules", multiple=True, type=click.Choice(RULES), help="May be given several times. [block]")
+@click.option(
+    "--rule", "rules", multiple=True, type=click.Choice(RULES),
+    help="Rule to measure. Can be given several times. [default: block]",
+)  # fmt: skip
 @draft_length_option()
 @click.option(
-    "--against", type=click.Choice(["transformers"]), help="Also its plain, assisted, prompt-lookup generation."
-)
-@click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file of your own.")
-@click.option("--kinds", default="", metavar="A,B", help="Only these kinds of prompts.")
-@click.option("--limit", type=click.IntRange(1), help="At most so many prompts of a kind.")
-@click.option("--max-tokens", "-n", type=click.IntRange(1), default=64, show_default=True, help="Tokens an answer.")
-@click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Every prompt so many times.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--device", metavar="NAME", help="cuda, cpu …; default: CUDA where there is one.")
-@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table.")
-@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Keep the results as JSON.")
-@click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the speedups (PNG).")
+    "--against", type=click.Choice(["transformers"]),
+    help="Also measure transformers' own generation: plain, prompt lookup and, with --draft-model, assisted.",
+)  # fmt: skip
 @click.option(
-    "--compare", nargs=2, type=click.Path(exists=True, path_type=Path), metavar="A B", help="Compare two kept results."
+    "--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help='Your own prompts: a file of JSON lines with "id", "kind" and "prompt".',
+)  # fmt: skip
+@click.option("--kinds", default="", metavar="A,B", help="Use only these kinds of prompts.")
+@click.option("--limit", type=click.IntRange(1), help="Use at most this many prompts of each kind.")
+@click.option(
+    "--max-tokens", "-n", type=click.IntRange(1), default=64, show_default=True, help="Maximum tokens per answer."
 )
-def bench(compare: tuple[Path, Path] | None, **asked: Any) -> int:
+@click.option(
+    "--repeats", type=click.IntRange(1), default=1, show_default=True, help="How often each prompt is measured."
+)
+@click.option(
+    "--temperature", type=float, default=0.0, show_default=True, help="Sampling temperature; 0 is greedy decoding."
+)
+@click.option("--device", metavar="NAME", help=DEVICE_HELP)
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table.")
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Save the results as JSON.")
+@click.option(
+    "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Save a bar chart of the speedups (PNG)."
+)
+@click.option(
+    "--compare", nargs=2, type=click.Path(exists=True, path_type=Path), metavar="A B",
+    help="Measure nothing; compare two files that --save wrote.",
+)  # fmt: skip
+def bench(compare: tuple[Path, Path] | None, **options: Any) -> int:
     if compare:
         show_comparison(*compare)
         return 0
-    return run_bench(BenchSettings(**asked))
+    return run_bench(BenchSettings(**options))
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """The command's options."""
+    """The options of `draftproof bench` for a measurement."""
 
     target: str
     drafters: tuple[str, ...]
@@ -90,52 +114,66 @@ class BenchSettings:
     picture: Path | None
 
 
-def run_bench(asked: BenchSettings) -> int:
-    """Measure, show, keep; the status to leave with."""
-    for name in asked.drafters:
+def run_bench(settings: BenchSettings) -> int:
+    """Measure, show and save the results; return the exit status."""
+    from draftproof.bench import prompts
+    from draftproof.bench.measure import BenchPlan
+    from draftproof.models.tokenizer import encode
+
+    for name in settings.drafters:
         check_drafter(name)
-    chosen = prompts.pick(prompts.read(asked.prompts), [k for k in asked.kinds.split(",") if k], asked.limit)
-    engine = open_engine(Choice(asked.target, None, device=asked.device))
+    kinds = [kind for kind in settings.kinds.split(",") if kind]
+    chosen = prompts.pick(prompts.read(settings.prompts), kinds, settings.limit)
+    engine = open_engine(Choice(settings.target, None, device=settings.device))
     tokenizer = engine.tokenizer
     if tokenizer is None:
-        raise ValueError(f"{asked.target} has no tokenizer, and the prompts are text")
-    plan = Plan(
-        _contestants(asked, engine),
+        raise ValueError(f"{settings.target} has no tokenizer, which the prompts need: they are text")
+    plan = BenchPlan(
+        _decoders(settings, engine),
         chosen,
         lambda text: encode(text, tokenizer),
-        asked.max_tokens,
-        asked.repeats,
-        {"temperature": asked.temperature},
+        settings.max_tokens,
+        settings.repeats,
+        {"temperature": settings.temperature},
     )
     runs: list[Run] = []
     status = _measure(plan, runs)
-    _tell(asked, runs)
+    _report(settings, runs)
     return status
 
 
-def _contestants(asked: BenchSettings, plain: Engine) -> list[Contestant]:
-    names = [name for name in asked.drafters or ("auto", "ngram", "suffix") if drafter_of(name) is not None]
-    drafters: list[tuple[str, Any]] = [(name, name) for name in dict.fromkeys(meant(name, plain.hf) for name in names)]
-    draft_model = None
-    if asked.draft_model is not None:
-        draft_model = open_engine(Choice(asked.draft_model, None, device=asked.device)).hf
-        drafters.append((Path(asked.draft_model).name, draft_model))
-    made: list[Contestant] = list(ours(plain, drafters, asked.rules or ("block",), asked.num_draft_tokens))
-    if asked.against is None:
-        return made
+def _decoders(settings: BenchSettings, plain: "Engine") -> "list[Decoder]":
+    """Return the decoders to measure: plain decoding, each drafter under each rule, then those of transformers."""
+    from draftproof.bench.engines import engine_decoders, transformers_decoders
+    from draftproof.drafters.registry import meant
     from draftproof.engine.load import load
 
-    with waiting(f"Loading {asked.target} for transformers"):
-        unpacked = load(asked.target, None, device=asked.device, pack=False)
-        theirs = load(asked.draft_model, None, device=asked.device, pack=False).hf if asked.draft_model else None
-    return made + list(hosts(unpacked.hf, unpacked.eos, theirs, asked.num_draft_tokens))
+    names = [name for name in settings.drafters or ("auto", "ngram", "suffix") if drafter_or_none(name) is not None]
+    drafters: list[tuple[str, Any]] = [(name, name) for name in dict.fromkeys(meant(name, plain.hf) for name in names)]
+    if settings.draft_model is not None:
+        draft_model = open_engine(Choice(settings.draft_model, None, device=settings.device)).hf
+        drafters.append((Path(settings.draft_model).name, draft_model))
+    decoders: list[Decoder] = list(
+        engine_decoders(plain, drafters, settings.rules or ("block",), settings.num_draft_tokens)
+    )
+    if settings.against is None:
+        return decoders
+    with spinner(f"Loading {settings.target} for transformers"):
+        unpacked = load(settings.target, None, device=settings.device, pack=False)
+        assistant = None
+        if settings.draft_model:
+            assistant = load(settings.draft_model, None, device=settings.device, pack=False).hf
+    return decoders + list(transformers_decoders(unpacked.hf, unpacked.eos, assistant, settings.num_draft_tokens))
 
 
-def _measure(plan: Plan, into: list[Run]) -> int:
+def _measure(plan: "BenchPlan", into: "list[Run]") -> int:
+    """Append the runs to `into` as they are measured, so that Ctrl-C loses none; return the exit status."""
+    from draftproof.bench.measure import measure
+
     try:
         with progress_bar() as progress:
             task = progress.add_task("Warming up", total=plan.total)
-            for run in measured(plan):
+            for run in measure(plan):
                 into.append(run)
                 progress.update(task, advance=1, description=f"{run.kind}: {run.contestant}")
     except KeyboardInterrupt:
@@ -143,29 +181,29 @@ def _measure(plan: Plan, into: list[Run]) -> int:
     return 0
 
 
-def _tell(asked: BenchSettings, runs: list[Run]) -> None:
+def _report(settings: BenchSettings, runs: "list[Run]") -> None:
+    from draftproof.bench.report import Results, machine, plot, table
+
     if not runs:
         return
-    settings = {k: v for k, v in asdict(asked).items() if k not in ("as_json", "save", "picture")}
-    made = results.Results(
-        {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}, results.machine(), runs
-    )
-    if asked.as_json:
-        sys.stdout.write(made.as_json())
+    fields = {k: v for k, v in asdict(settings).items() if k not in ("as_json", "save", "picture")}
+    results = Results({k: str(v) if isinstance(v, Path) else v for k, v in fields.items()}, machine(), runs)
+    if settings.as_json:
+        sys.stdout.write(results.as_json())
     else:
-        screen().print(table.table(runs, asked.temperature == 0))
-    if asked.save is not None:
-        asked.save.write_text(made.as_json(), encoding="utf-8")
-    if asked.picture is not None:
-        from draftproof.bench.report import plot
-
-        plot(runs, asked.picture)
+        screen().print(table(runs, settings.temperature == 0))
+    if settings.save is not None:
+        settings.save.write_text(results.as_json(), encoding="utf-8")
+    if settings.picture is not None:
+        plot(runs, settings.picture)
 
 
 def show_comparison(before: Path, after: Path) -> None:
-    """How the second results differ from the first, with what else is different beside them."""
-    one, other = results.read_results(before), results.read_results(after)
+    """Show how the speeds of two saved results differ, and which settings and machine facts differ too."""
+    from draftproof.bench.report import comparison, differences, read_results
+
+    one, other = read_results(before), read_results(after)
     console = screen()
-    console.print(table.comparison(one.runs, other.runs))
-    for line in results.differences(one, other):
+    console.print(comparison(one.runs, other.runs))
+    for line in differences(one, other):
         console.print(f"not the same: {line}", style="bright_black", markup=False)

@@ -1,32 +1,30 @@
-"""`draftproof chat`: a conversation in the terminal, with the engine's settings at hand."""
+"""`draftproof chat`: a conversation in the terminal whose drafter, rule and sampling can be changed on the way."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
-from draftproof.cli import compare as contest
 from draftproof.cli.console import screen
-from draftproof.cli.conversation import Conversation, Settings, restored
-from draftproof.cli.generate import Answer, in_words
-from draftproof.cli.main import in_one_line
+from draftproof.cli.conversation import Conversation, Settings, load_conversation
+from draftproof.cli.generate import Answer, stats_line
+from draftproof.cli.main import error_line
 from draftproof.cli.options import Choice, engine_options, max_tokens_option, sampling_options
-from draftproof.cli.slash import COMMANDS, LeaveChat, obey
-from draftproof.core.types import InexactError
-from draftproof.drafters.registry import meant
-from draftproof.explain.explanation import label
-from draftproof.explain.recorder import Recorder
-from draftproof.explain.terminal import legend, ribbon
+from draftproof.cli.slash import COMMANDS, LeaveChat, run_command
 
-HELP = """Talk to a model, and switch drafter, rule and sampling while you do.
+if TYPE_CHECKING:
+    from rich.console import Console
 
-The up key brings back what you wrote, Tab completes commands, Ctrl-C ends an answer and keeps what was said, Ctrl-D
-leaves. Lines that begin with a slash are commands; /help lists them.
+    from draftproof.explain.recorder import Recorder
+
+HELP = """Talk to a model, and change drafter, rule and sampling during the conversation.
+
+Lines that begin with a slash are commands: /help lists them, and Tab completes them. The up key recalls earlier
+input. Ctrl-C stops an answer and keeps its text so far. Ctrl-D leaves the chat.
 
 \b
 Examples:
@@ -34,31 +32,35 @@ Examples:
   draftproof chat --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B
   draftproof chat --load yesterday.json
 \b
-Once inside:
-  /compare on          every prompt runs plain, speculative and n-gram, side by side
-  /rounds on           after every answer, which guesses were kept
-  /drafter suffix      another drafter, at once
+Commands to try in the chat:
+  /compare on          answer every prompt with and without drafters, side by side
+  /rounds on           after each answer, show which draft tokens were accepted
+  /drafter suffix      change the drafter
 """
 
 
-@click.command(help=HELP, short_help="A conversation; switch drafter, rule and sampling as you go.")
+@click.command(help=HELP, short_help="Talk to a model in the terminal.")
 @engine_options()
 @sampling_options()
 @max_tokens_option(256)
-@click.option("--load", "saved", type=click.Path(exists=True, path_type=Path), help="Go on with a saved conversation.")
+@click.option(
+    "--load", "saved", type=click.Path(exists=True, path_type=Path),
+    help="Continue a conversation that /save wrote, with its settings.",
+)  # fmt: skip
 def chat(choice: Choice, sampling: dict[str, Any], max_tokens: int, saved: Path | None) -> None:
-
-    conversation = Conversation(Settings(choice, sampling, max_tokens)) if saved is None else restored(saved)
+    conversation = Conversation(Settings(choice, sampling, max_tokens)) if saved is None else load_conversation(saved)
     talk(conversation)
 
 
 def talk(conversation: Conversation) -> None:
-    """Until Ctrl-D, /quit or the end of the input."""
+    """Answer the user's lines until Ctrl-D, /quit or the end of stdin."""
     console = screen()
-    conversation.engines.of(conversation.settings.choice)
-    console.print(
-        f"{conversation.settings.choice} · /help lists what you can change, Ctrl-D leaves", style="bright_black"
-    )
+    conversation.engines.get(conversation.settings.choice)
+    from draftproof.core.types import (
+        InexactError,
+    )  # not before: importing torch takes seconds, and `get` shows a spinner
+
+    console.print(f"{conversation.settings.choice} · /help lists the commands, Ctrl-D leaves", style="bright_black")
     for line in _lines(conversation):
         try:
             _answer(console, conversation, line)
@@ -67,46 +69,56 @@ def talk(conversation: Conversation) -> None:
         except KeyboardInterrupt:
             console.print("\n(stopped)", style="bright_black")
         except (ValueError, RuntimeError, OSError, InexactError) as error:
-            console.print(in_one_line(error), style="red", markup=False)
+            console.print(error_line(error), style="red", markup=False)
 
 
-def _answer(console: Console, conversation: Conversation, line: str) -> None:
+def _answer(console: "Console", conversation: Conversation, line: str) -> None:
     if line.startswith("/"):
-        console.print(obey(conversation, line), style="cyan", markup=False, soft_wrap=True)
+        console.print(run_command(conversation, line), style="cyan", markup=False, soft_wrap=True)
     elif conversation.settings.compare:
-        _compared(console, conversation, line)
+        _answer_side_by_side(console, conversation, line)
     else:
-        _spoken(console, conversation, line)
+        _stream(console, conversation, line)
 
 
-def _compared(console: Console, conversation: Conversation, line: str) -> None:
+def _answer_side_by_side(console: "Console", conversation: Conversation, line: str) -> None:
+    """Answer with several drafters. The answer of the chosen one becomes part of the conversation."""
+    from draftproof.cli.compare import choices_to_compare, run_side_by_side
+    from draftproof.drafters.registry import meant
+
     choice = conversation.settings.choice
-    hf = conversation.engines.of(choice).hf
-    ways = contest.contestants(choice, hf)
+    hf = conversation.engines.get(choice).hf
+    choices = choices_to_compare(choice, hf)
     prompt = conversation.prompt(line)
-    answers = contest.run(console, conversation.engines, ways, prompt, conversation.options)
+    answers = run_side_by_side(console, conversation.engines, choices, prompt, conversation.options)
     chosen = "plain" if choice.drafter is None else meant(choice.drafter, hf)
     conversation.note(line, answers[chosen].text)
 
 
-def _spoken(console: Console, conversation: Conversation, line: str) -> None:
-    settings, made = conversation.settings, Answer()
+def _stream(console: "Console", conversation: Conversation, line: str) -> None:
+    """Print the answer as it is generated, then its speed and, if wanted, its rounds."""
+    from draftproof.explain.recorder import Recorder
+
+    settings, answer = conversation.settings, Answer()
     recorder = Recorder(settings.choice.rule) if settings.rounds and settings.choice.drafter is not None else None
     try:
-        with closing(conversation.say(line, made, recorder)) as pieces:
+        with closing(conversation.say(line, answer, recorder)) as pieces:
             for piece in pieces:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
     finally:
         console.print()
-        if made.tokens:
-            console.print(in_words(made), style="bright_black", soft_wrap=True)
+        if answer.tokens:
+            console.print(stats_line(answer), style="bright_black", soft_wrap=True)
     if recorder is not None:
         _show_rounds(console, conversation, recorder)
 
 
-def _show_rounds(console: Console, conversation: Conversation, recorder: Recorder) -> None:
-    tokenizer = conversation.engines.of(conversation.settings.choice).tokenizer
+def _show_rounds(console: "Console", conversation: Conversation, recorder: "Recorder") -> None:
+    from draftproof.explain.explanation import label
+    from draftproof.explain.terminal import legend, ribbon
+
+    tokenizer = conversation.engines.get(conversation.settings.choice).tokenizer
     if tokenizer is None:
         return
     console.print(legend())
@@ -115,8 +127,8 @@ def _show_rounds(console: Console, conversation: Conversation, recorder: Recorde
 
 
 def _lines(conversation: Conversation) -> Iterator[str]:
-    """What the user enters; lines of stdin where that is no terminal."""
-    read = _prompting(conversation) if sys.stdin.isatty() else _reading
+    """Yield the lines the user enters that are not blank: from a prompt, or from stdin if it is not a terminal."""
+    read = _line_editor(conversation) if sys.stdin.isatty() else _read_stdin
     while True:
         try:
             line = read()
@@ -128,31 +140,32 @@ def _lines(conversation: Conversation) -> Iterator[str]:
             yield line
 
 
-def _reading() -> str:
+def _read_stdin() -> str:
     line = sys.stdin.readline()
     if not line:
         raise EOFError
     return line.rstrip("\n")
 
 
-def _prompting(conversation: Conversation) -> Callable[[], str]:
-    """Editing, history and completion."""
+def _line_editor(conversation: Conversation) -> Callable[[], str]:
+    """Return a function that reads a line with editing, history and completion."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory
 
     from draftproof.models.bundled import folder
 
-    kept = folder().parent / "chat-history"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    words: Any = WordCompleter(list(COMMANDS), meta_dict={k: s.words for k, s in COMMANDS.items()}, sentence=True)
+    history = folder().parent / "chat-history"
+    history.parent.mkdir(parents=True, exist_ok=True)
+    descriptions = {name: command.description for name, command in COMMANDS.items()}
+    completer: Any = WordCompleter(list(COMMANDS), meta_dict=descriptions, sentence=True)
     session: PromptSession[str] = PromptSession(
-        history=FileHistory(str(kept)), completer=words, complete_while_typing=True
+        history=FileHistory(str(history)), completer=completer, complete_while_typing=True
     )
     return lambda: session.prompt("you › ", bottom_toolbar=lambda: _toolbar(conversation))
 
 
 def _toolbar(conversation: Conversation) -> str:
     settings = conversation.settings
-    shown = [name for name, on in (("compare", settings.compare), ("rounds", settings.rounds)) if on]
-    return " · ".join([str(settings.choice), f"temperature {settings.sampling['temperature']:g}", *shown])
+    modes = [name for name, on in (("compare", settings.compare), ("rounds", settings.rounds)) if on]
+    return " · ".join([str(settings.choice), f"temperature {settings.sampling['temperature']:g}", *modes])

@@ -1,4 +1,7 @@
-"""One prompt, several ways, side by side: the same distribution each time, at different speeds."""
+"""Run one prompt with several drafters, side by side, and compare their speed.
+
+Imports rich at the top, so commands import this module inside functions.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -10,82 +13,83 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from draftproof.cli.console import waiting
+from draftproof.cli.console import spinner
 from draftproof.cli.engines import Engines
-from draftproof.cli.generate import Answer, streamed
+from draftproof.cli.generate import Answer, stream_answer
 from draftproof.cli.options import Choice
-from draftproof.drafters.registry import meant
 
 
-def contestants(choice: Choice, hf: Any) -> dict[str, Choice]:
-    """Plain decoding, a drafter that draws, n-grams; `hf` is the target.
+def choices_to_compare(choice: Choice, hf: Any) -> dict[str, Choice]:
+    """Return the choices to compare by name: plain decoding, a drafter that samples, and n-grams.
 
-    The chosen drafter draws; where that is n-grams or nobody, half of the target's own layers do.
+    The drafter that samples is the chosen one; if that is n-grams, it is the first half of the layers of the target
+    `hf`. If no drafter is chosen, it is left out.
     """
+    from draftproof.drafters.registry import meant
+
     chosen = None if choice.drafter is None else meant(choice.drafter, hf)
-    layers = layers_of(hf)
+    layers = getattr(getattr(hf, "config", None), "num_hidden_layers", None)
     half = f"early-exit:{max(1, layers // 2)}" if layers else None
     names = [name for name in (chosen if chosen != "ngram" else half, "ngram") if name is not None]
     return {"plain": replace(choice, drafter=None)} | {name: replace(choice, drafter=name) for name in names}
 
 
-def layers_of(hf: Any) -> int | None:
-    return getattr(getattr(hf, "config", None), "num_hidden_layers", None)
-
-
-def run(
-    console: Console, engines: Engines, ways: Mapping[str, Choice], prompt: Any, options: dict[str, Any]
+def run_side_by_side(
+    console: Console, engines: Engines, choices: Mapping[str, Choice], prompt: Any, options: dict[str, Any]
 ) -> dict[str, Answer]:
-    """Each in turn, for they would slow each other down; the columns fill as they speak."""
-    answers = {name: Answer() for name in ways}
-    ready = {name: engines.of(choice) for name, choice in ways.items()}
-    with waiting("Warming up"):  # the first passes of a process allocate and tune: nobody's speed
+    """Answer the prompt with each choice, show texts and speeds in columns, and return the answers by name.
+
+    The engines run one after another: at the same time they would slow each other down.
+    """
+    answers = {name: Answer() for name in choices}
+    ready = {name: engines.get(choice) for name, choice in choices.items()}
+    with spinner("Warming up"):  # the first passes allocate memory and tune kernels, which would distort the speeds
         for engine in ready.values():
             engine.generate(prompt, **{**options, "max_tokens": 2})
     if not console.is_terminal:
-        for name in ways:
-            for _ in streamed(ready[name], prompt, options, answers[name]):
+        for name in choices:
+            for _ in stream_answer(ready[name], prompt, options, answers[name]):
                 pass
         console.print(_columns(answers))
-        console.print(table(answers))
+        console.print(_speeds(answers))
         return answers
     with Live(_columns(answers), console=console, refresh_per_second=4, vertical_overflow="crop") as live:
-        for name in ways:
-            for _ in streamed(ready[name], prompt, options, answers[name]):
-                live.update(_columns(answers, now=name))
-        live.update(Group(_columns(answers), table(answers)))
+        for name in choices:
+            for _ in stream_answer(ready[name], prompt, options, answers[name]):
+                live.update(_columns(answers, running=name))
+        live.update(Group(_columns(answers), _speeds(answers)))
     return answers
 
 
-def _columns(answers: Mapping[str, Answer], now: str | None = None) -> Table:
+def _columns(answers: Mapping[str, Answer], running: str | None = None) -> Table:
     grid = Table.grid(expand=True, padding=(0, 1))
     for _ in answers:
         grid.add_column(ratio=1)
-    grid.add_row(*(_panel(name, made, name == now) for name, made in answers.items()))
+    grid.add_row(*(_panel(name, answer, name == running) for name, answer in answers.items()))
     return grid
 
 
-def _panel(name: str, made: Answer, speaking: bool) -> Panel:
-    speed = f"{made.tokens_per_second:.1f} tokens/s" if made.tokens else "waiting"
-    return Panel(Text(made.text), title=name, subtitle=speed, border_style="cyan" if speaking else "bright_black")
+def _panel(name: str, answer: Answer, running: bool) -> Panel:
+    speed = f"{answer.tokens_per_second:.1f} tokens/s" if answer.tokens else "waiting"
+    return Panel(Text(answer.text), title=name, subtitle=speed, border_style="cyan" if running else "bright_black")
 
 
-def table(answers: Mapping[str, Answer]) -> Table:
-    """The figures. The speedup is against the first."""
-    shown = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
-    for column in ("", "tokens/s", "speedup", "first token", "acceptance", "tokens a pass"):
-        shown.add_column(column, justify="right" if column else "left")
+def _speeds(answers: Mapping[str, Answer]) -> Table:
+    """Return a table of speeds; speedups are relative to the first answer."""
+    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    for column in ("", "tokens/s", "speedup", "first token", "acceptance", "tokens per pass"):
+        table.add_column(column, justify="right" if column else "left")
     for cells in _rows(answers.items()):
-        shown.add_row(*cells)
-    return shown
+        table.add_row(*cells)
+    return table
 
 
 def _rows(answers: Iterable[tuple[str, Answer]]) -> Iterator[list[str]]:
     plain: float | None = None
-    for name, made in answers:
-        speed = made.tokens_per_second
+    for name, answer in answers:
+        speed = answer.tokens_per_second
         plain = speed if plain is None else plain
-        first = "–" if made.first_token is None else f"{made.first_token:.2f} s"
-        kept = f"{made.stats.acceptance_rate:.0%}" if made.stats.drafted else "–"
-        gain = f"{speed / plain:.2f}×" if plain else "–"
-        yield [name, f"{speed:.1f}", gain, first, kept, f"{made.stats.tokens_per_pass:.2f}"]
+        first = "–" if answer.first_token is None else f"{answer.first_token:.2f} s"
+        acceptance = f"{answer.stats.acceptance_rate:.0%}" if answer.stats.drafted else "–"
+        speedup = f"{speed / plain:.2f}×" if plain else "–"
+        yield [name, f"{speed:.1f}", speedup, first, acceptance, f"{answer.stats.tokens_per_pass:.2f}"]

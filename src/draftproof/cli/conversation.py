@@ -1,22 +1,25 @@
-"""A conversation and its settings: what was said, how the next answer is made, and both kept in a file."""
+"""A chat's state: its messages and settings, and how both are saved to a file and loaded again."""
 
 import json
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftproof.cli.engines import Engines
-from draftproof.cli.generate import Answer, streamed
+from draftproof.cli.generate import Answer, stream_answer
 from draftproof.cli.options import Choice
-from draftproof.explain.recorder import Recorder
+
+if TYPE_CHECKING:
+    from draftproof.explain.recorder import Recorder
 
 Message = dict[str, str]
+"""A chat message with "role" and "content"."""
 
 
 @dataclass(slots=True)
 class Settings:
-    """How answers are made and shown."""
+    """How answers are generated and shown. `compare` runs several drafters; `rounds` lists each answer's rounds."""
 
     choice: Choice
     sampling: dict[str, Any]
@@ -27,6 +30,8 @@ class Settings:
 
 @dataclass(slots=True)
 class Conversation:
+    """A chat in progress: its settings, its messages and the engines that are loaded."""
+
     settings: Settings
     messages: list[Message] = field(default_factory=list)
     engines: Engines = field(default_factory=Engines)
@@ -36,41 +41,38 @@ class Conversation:
         return {**self.settings.sampling, "max_tokens": self.settings.max_tokens}
 
     def prompt(self, text: str) -> Any:
-        """The text behind what was said so far. A model without a chat template continues it, alone."""
-        tokenizer = self.engines.of(self.settings.choice).tokenizer
+        """Return the messages so far and this text; only the text if the model has no chat template."""
+        tokenizer = self.engines.get(self.settings.choice).tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             return text
         return [*self.messages, {"role": "user", "content": text}]
 
-    def say(self, text: str, into: Answer, recorder: Recorder | None = None) -> Generator[str, None, None]:
-        """The answer as it comes. What was said until then stays in the conversation, also after an interrupt."""
-        engine = self.engines.of(self.settings.choice, recorder)
+    def say(self, text: str, into: Answer, recorder: "Recorder | None" = None) -> Generator[str, None, None]:
+        """Stream the answer to a text and add both to the messages, also when it is interrupted."""
+        engine = self.engines.get(self.settings.choice, recorder)
         try:
-            yield from streamed(engine, self.prompt(text), self.options, into)
+            yield from stream_answer(engine, self.prompt(text), self.options, into)
         finally:
             self.note(text, into.text)
 
     def note(self, text: str, answer: str) -> None:
-        """Remember a turn. An answer of nothing is none: most templates want turns to alternate."""
+        """Add a turn to the messages unless the answer is empty: most chat templates want roles to alternate."""
         if answer:
             self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
-    @property
-    def last_prompt(self) -> str | None:
-        return next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), None)
-
     def save(self, path: Path) -> None:
-        kept = {"settings": asdict(self.settings), "messages": self.messages}
-        path.write_text(json.dumps(kept, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        """Write settings and messages as JSON."""
+        saved = {"settings": asdict(self.settings), "messages": self.messages}
+        path.write_text(json.dumps(saved, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
-def restored(path: Path) -> Conversation:
-    """A conversation as `save` wrote it."""
+def load_conversation(path: Path) -> Conversation:
+    """Read a conversation that `Conversation.save` wrote."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        settings = dict(kept["settings"])
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        settings = dict(saved["settings"])
         choice = Choice(**settings.pop("choice"))
-        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in kept["messages"]]
+        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in saved["messages"]]
         return Conversation(Settings(choice, **settings), messages)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a conversation that /save wrote ({type(error).__name__}: {error})") from None

@@ -1,36 +1,39 @@
-"""`draftproof demo`: what speculative decoding is and does, in a minute, on your own machine."""
+"""`draftproof demo`: show what speculative decoding does, on this machine, in about a minute."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
-from rich.console import Console
 
-from draftproof.cli import compare as contest
 from draftproof.cli.console import screen
 from draftproof.cli.engines import Engines
-from draftproof.cli.explain import explained, settings_of
+from draftproof.cli.explain import describe_settings, generate_explanation
 from draftproof.cli.generate import Answer
-from draftproof.cli.options import Choice
-from draftproof.drafters.registry import meant
-from draftproof.explain.explanation import Explanation, write_page
-from draftproof.explain.recorder import Recorder, Round
-from draftproof.explain.story import about_closing, about_slot
-from draftproof.explain.terminal import legend, show_round
+from draftproof.cli.options import Choice, target_option
 
-HELP = """Answer two prompts with plain and with speculative decoding, side by side; then explain one round.
+if TYPE_CHECKING:
+    from rich.console import Console
 
-Writes a page to step through (demo/explain.html) and says what to try next.
+    from draftproof.explain.explanation import Explanation
+    from draftproof.explain.recorder import Round
+
+HELP = """Answer two prompts with plain and with speculative decoding, side by side, then explain one round.
+
+Also writes a page that shows every round of an answer (demo/explain.html) and suggests what to try next.
 """
 
 
-@click.command(help=HELP, short_help="Plain and speculative side by side, and one round explained.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("demo"), show_default=True)
-@click.option("--target", metavar="MODEL", default="smollm2", show_default=True, help="smollm2, a folder or a hub id.")
-@click.option("--max-tokens", "-n", type=click.IntRange(1), default=160, show_default=True, help="Most tokens to say.")
+@click.command(help=HELP, short_help="See plain and speculative decoding side by side.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("demo"), show_default=True,
+    help="Folder to write the page to.",
+)  # fmt: skip
+@target_option()
+@click.option(
+    "--max-tokens", "-n", type=click.IntRange(1), default=160, show_default=True, help="Maximum tokens per answer."
+)
 def demo(out: Path, target: str, max_tokens: int) -> None:
-
     show(out, target, max_tokens)
 
 
@@ -63,69 +66,89 @@ def circle(radius):
         raise ValueError("radius must not be negative")
     return math.pi * radius ** 2
 ```'''
-WHY: Final = {
-    "head": "The drafter is a small head, trained on the model's own hidden states: it draws its guesses from a distribution of "
-    "its own, and the verification makes up for every difference to the model's.",
-    "suffix+head": "Where the text repeats itself it is copied; elsewhere a small head, trained on the model's own "
-    "hidden states, draws guesses from a distribution of its own, and the verification makes up for every difference.",
-    "ngram": "The drafter looks up what followed the last few tokens before. Where a text repeats nothing it guesses "
-    "seldom, and the speed is that of plain decoding.",
+DRAFTERS_IN_WORDS: Final = {
+    "head": "The drafter is a small head, trained on the model's own hidden states. It samples draft tokens from its "
+    "own distribution, and verification corrects every difference from the model's distribution.",
+    "suffix+head": "Where the text repeats itself, draft tokens are copied. Elsewhere a small head, trained on the "
+    "model's own hidden states, samples them from its own distribution, and verification corrects every difference.",
+    "ngram": "The drafter looks up what followed the last few tokens earlier in the text. Where a text repeats "
+    "nothing it rarely drafts, and the speed is that of plain decoding.",
 }
-NEXT: Final = (
-    'draftproof generate "Why is the sky blue?" --stats     or, with models of yours: --target … --draft-model …',
-    "draftproof chat     then /compare on and /rounds on; /help lists the rest",
+"""What "auto" may choose as the demo's drafter, described for a newcomer."""
+
+NEXT_STEPS: Final = (
+    'draftproof generate "Why is the sky blue?" --stats     or with your own models: --target … --draft-model …',
+    "draftproof chat     then type /compare on and /rounds on; /help lists all commands",
 )
 
 
 def show(out: Path, target: str, max_tokens: int) -> None:
-    """All scenes, one after another."""
+    """Run the demo: two comparisons, one round explained, and what to try next."""
     console = screen()
     engines = Engines()
     choice = Choice(target, rule="token")
-    drafter = meant("auto", engines.of(choice).hf)
-    console.rule("1 · the same text, two ways")
-    console.print(WHY[drafter], style="bright_black")
-    for about, prompt in (("a question", QUESTION), ("a small edit of a file", EDIT)):
-        console.print(f"\n{about}:", style="bold")
-        _race(console, engines, {"plain": replace(choice, drafter=None), drafter: choice}, prompt, max_tokens)
+    hf = engines.get(choice).hf
+    from draftproof.drafters.registry import (
+        meant,
+    )  # not before: importing torch takes seconds, and `get` shows a spinner
+    from draftproof.explain.explanation import write_page
+
+    drafter = meant("auto", hf)
+    console.rule("1 · plain and speculative decoding of the same prompts")
+    console.print(DRAFTERS_IN_WORDS[drafter], style="bright_black")
+    for title, prompt in (("a question", QUESTION), ("a small edit of a file", EDIT)):
+        console.print(f"\n{title}:", style="bold")
+        _compare(console, engines, {"plain": replace(choice, drafter=None), drafter: choice}, prompt, max_tokens)
     console.rule("2 · one round explained")
-    explanation = _explained(engines, choice, max_tokens)
+    explanation = _explanation(engines, choice, max_tokens)
     _explain_one(console, explanation)
     page = write_page(explanation, out / "explain.html")
-    console.rule("3 · what next")
-    console.print(f"All rounds, to step through with the arrow keys: [bold]{page}[/bold]")
-    for line in NEXT:
+    console.rule("3 · what to try next")
+    console.print(f"Open this page to step through all rounds with the arrow keys: [bold]{page}[/bold]")
+    for line in NEXT_STEPS:
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def _race(console: Console, engines: Engines, ways: dict[str, Choice], prompt: str, max_tokens: int) -> None:
+def _compare(console: "Console", engines: Engines, choices: dict[str, Choice], prompt: str, max_tokens: int) -> None:
+    from draftproof.cli.compare import run_side_by_side
+
     greedy = {"temperature": 0.0, "max_tokens": max_tokens}
-    plain, fast = contest.run(console, engines, ways, prompt, greedy).values()
+    plain, fast = run_side_by_side(console, engines, choices, prompt, greedy).values()
     if not plain.tokens_per_second:
         return
-    gain = fast.tokens_per_second / plain.tokens_per_second
-    console.print(_verdict(plain, fast, gain), style="bold", soft_wrap=True)
+    speedup = fast.tokens_per_second / plain.tokens_per_second
+    console.print(_summary(plain, fast, speedup), style="bold", soft_wrap=True)
 
 
-def _verdict(plain: Answer, fast: Answer, gain: float) -> str:
-    speeds = f"{plain.tokens_per_second:.1f} and {fast.tokens_per_second:.1f} tokens a second ({gain:.2f}×)"
-    kept = f"{fast.stats.acceptance_rate:.0%} of the guesses kept, {fast.stats.tokens_per_pass:.2f} tokens a pass"
-    same = "the same text, token for token" if plain.tokens == fast.tokens else "texts that part at a rounding tie"
-    return f"{speeds}: {kept}; {same}."
+def _summary(plain: Answer, fast: Answer, speedup: float) -> str:
+    speeds = f"{plain.tokens_per_second:.1f} and {fast.tokens_per_second:.1f} tokens/s ({speedup:.2f}×)"
+    stats = fast.stats
+    accepted = f"{stats.acceptance_rate:.0%} of the draft tokens accepted, {stats.tokens_per_pass:.2f} tokens per pass"
+    same = (
+        "the same text, token for token"
+        if plain.tokens == fast.tokens
+        else "the texts differ after two tokens that were equally likely up to rounding"
+    )
+    return f"{speeds}: {accepted}; {same}."
 
 
-def _explained(engines: Engines, choice: Choice, max_tokens: int) -> Explanation:
-    """Sampled this time: at temperature 0 the coins have nothing to decide."""
+def _explanation(engines: Engines, choice: Choice, max_tokens: int) -> "Explanation":
+    """Explain a sampled answer: at temperature 0 the coins would decide nothing."""
+    from draftproof.explain.recorder import Recorder
+
     recorder = Recorder(choice.rule)
     sampling: dict[str, Any] = {"temperature": 0.7, "seed": 7}
     options = {**sampling, "max_tokens": min(max_tokens, 80)}
-    return explained(
-        engines.of(choice, recorder), QUESTION, options, recorder, settings_of(choice, sampling), show=False
+    return generate_explanation(
+        engines.get(choice, recorder), QUESTION, options, recorder, describe_settings(choice, sampling), show=False
     )
 
 
-def _explain_one(console: Console, explanation: Explanation) -> None:
-    number, round_ = _telling(explanation.rounds)
+def _explain_one(console: "Console", explanation: "Explanation") -> None:
+    from draftproof.explain.story import about_closing, about_slot
+    from draftproof.explain.terminal import legend, show_round
+
+    number, round_ = _most_instructive(explanation.rounds)
     console.print(legend())
     show_round(console, number + 1, round_, explanation.label)
     at = min(round_.kept, len(round_.slots) - 1)
@@ -135,13 +158,13 @@ def _explain_one(console: Console, explanation: Explanation) -> None:
         console.print(words, markup=False)
 
 
-def _telling(rounds: list[Round]) -> tuple[int, Round]:
-    """The round with most to see: a guess rejected by a coin that could have fallen otherwise, others kept before."""
+def _most_instructive(rounds: "list[Round]") -> "tuple[int, Round]":
+    """Return the round to explain: preferably a rejection that was not certain, after many accepted tokens."""
 
-    def interest(item: tuple[int, Round]) -> tuple[bool, bool, int]:
+    def interest(item: "tuple[int, Round]") -> tuple[bool, bool, int]:
         round_ = item[1]
-        missed = round_.kept < len(round_.slots)
-        close = missed and 0.02 < round_.slots[round_.kept].chance < 0.98
-        return (close, missed, round_.kept)
+        rejected = round_.kept < len(round_.slots)
+        uncertain = rejected and 0.02 < round_.slots[round_.kept].chance < 0.98
+        return (uncertain, rejected, round_.kept)
 
     return max(enumerate(rounds), key=interest)

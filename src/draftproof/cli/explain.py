@@ -1,46 +1,52 @@
-"""`draftproof explain`: every round of a generation, on the terminal or as a page."""
+"""`draftproof explain`: show every round of a generation, on the terminal, as a page or as JSON."""
 
 import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from draftproof.cli.console import screen, waiting
-from draftproof.cli.generate import Answer, in_words, streamed
+from draftproof.cli.console import screen, spinner
+from draftproof.cli.engines import open_engine
+from draftproof.cli.generate import Answer, stats_line, stream_answer
 from draftproof.cli.options import Choice, engine_options, max_tokens_option, sampling_options
-from draftproof.engine.engine import Engine
-from draftproof.explain.explanation import Explanation, label
-from draftproof.explain.recorder import Recorder
-from draftproof.explain.terminal import legend, show_round
 
-HELP = """Show how PROMPT is continued, round by round: which guesses were kept, which were rejected, and why.
+if TYPE_CHECKING:
+    from draftproof.engine.engine import Engine
+    from draftproof.explain.explanation import Explanation
+    from draftproof.explain.recorder import Recorder
 
-For every guessed token you see the target's probability p, the drafter's q, their ratio and the coin that decided.
-Kept tokens are green, rejected ones red and struck through; each round closes with one token more.
+HELP = """Show how PROMPT is continued, round by round: which draft tokens were accepted or rejected, and why.
+
+For every draft token you see the target's probability p, the drafter's probability q, their ratio, and the random
+number ("coin") that decided. Accepted tokens are green; rejected ones are red and struck through. Each round adds one
+more token after the accepted ones.
 
 \b
 Examples:
   draftproof explain "Say 'tick tock' ten times."
-  draftproof explain "Why is the sky blue?" --html page.html     a page to step through, for a class
-  draftproof explain "…" --drafter ngram                         guesses copied from the text: q is 1
-  draftproof explain "…" --rule block                            the draft judged as a whole
+  draftproof explain "Why is the sky blue?" --html page.html     write a page to step through
+  draftproof explain "…" --drafter ngram                         draft tokens copied from the text, so q is 1
+  draftproof explain "…" --rule block                            judge the draft tokens together, not one by one
 
-The head that comes with smollm2, like any draft model, draws its guesses: q is its own probability. The n-gram drafter
-chooses them out of the text so far: nothing is drawn, so q is 1 on a guess, and p/q is just p.
+The head bundled with smollm2, like any draft model, samples its draft tokens: q is the probability it gave them. The
+n-gram drafter copies its draft tokens from the text so far; nothing is sampled, so q is 1 and p/q is p.
 """
 
 
-@click.command(help=HELP, short_help="Every round of a generation, with its coins; also as a page.")
+@click.command(help=HELP, short_help="Show every round of a generation, with its probabilities.")
 @click.argument("prompt")
 @engine_options(rule="token", rules=("token", "block"), num_draft_tokens="4")
 @sampling_options()
 @max_tokens_option(60)
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write one self-contained page.")
-@click.option("--json", "as_json", is_flag=True, help="Print all numbers as one JSON object.")
-@click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the rounds to an HTML page that needs no other files.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the rounds and all numbers as one JSON object.")
+@click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 def explain(
     prompt: str,
     choice: Choice,
@@ -50,28 +56,26 @@ def explain(
     as_json: bool,
     raw: bool,
 ) -> None:
-    from draftproof.cli.engines import open_engine
+    from draftproof.explain.explanation import write_page
     from draftproof.explain.recorder import Recorder
 
     recorder = Recorder(choice.rule)
     engine = open_engine(choice, recorder)
     if engine.tokenizer is None:
-        raise ValueError(f"{choice.target} has no tokenizer, and without one there is no text to explain")
+        raise ValueError(f"{choice.target} has no tokenizer, so its tokens cannot be shown as text")
     options = {**sampling, "max_tokens": max_tokens, "chat": False if raw else None}
-    made = explained(
-        engine, prompt, options, recorder, settings_of(choice, sampling), show=not as_json and html is None
+    explanation = generate_explanation(
+        engine, prompt, options, recorder, describe_settings(choice, sampling), show=not as_json and html is None
     )
     if as_json:
-        sys.stdout.write(json.dumps(made.as_dict(), ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(explanation.as_dict(), ensure_ascii=False) + "\n")
     if html is not None:
-        from draftproof.explain.explanation import write_page
-
-        click.echo(f"{write_page(made, html)}: open it in a browser, and step with the arrow keys", err=as_json)
+        click.echo(f"{write_page(explanation, html)}: open it in a browser and step with the arrow keys", err=as_json)
 
 
-def settings_of(choice: Choice, sampling: dict[str, Any]) -> dict[str, str]:
-    """What was asked for, as a page shows it."""
-    asked = {
+def describe_settings(choice: Choice, sampling: dict[str, Any]) -> dict[str, str]:
+    """Return the settings that a page lists; sampling parameters that are off are left out."""
+    settings = {
         "target": choice.target,
         "drafter": choice.drafter or "none",
         "rule": choice.rule,
@@ -79,36 +83,50 @@ def settings_of(choice: Choice, sampling: dict[str, Any]) -> dict[str, str]:
         **{name.replace("_", "-"): value for name, value in sampling.items() if value not in (None, 0.0, 1.0)},
         "temperature": sampling["temperature"],
     }
-    return {name: str(value) for name, value in asked.items()}
+    return {name: str(value) for name, value in settings.items()}
 
 
-def explained(
-    engine: Engine, prompt: str, options: dict[str, Any], recorder: Recorder, settings: dict[str, str], *, show: bool
-) -> Explanation:
-    """Generate and explain. Ctrl-C ends the text; the rounds that were made are explained."""
-    made = Answer()
+def generate_explanation(
+    engine: "Engine",
+    prompt: str,
+    options: dict[str, Any],
+    recorder: "Recorder",
+    settings: dict[str, str],
+    *,
+    show: bool,
+) -> "Explanation":
+    """Generate a text and explain its rounds; `show` also prints them as they come.
+
+    The engine's rule must be `recorder`. Ctrl-C stops the text; the rounds until then are explained.
+    """
+    from draftproof.explain.explanation import Explanation
+
+    answer = Answer()
     assert engine.tokenizer is not None
     try:
         if show:
-            _shown(engine, prompt, options, made, recorder)
+            _show_rounds(engine, prompt, options, answer, recorder)
         else:
-            with waiting("Generating"):
-                for _ in streamed(engine, prompt, options, made):
+            with spinner("Generating"):
+                for _ in stream_answer(engine, prompt, options, answer):
                     pass
     except KeyboardInterrupt:
         pass
-    return Explanation(prompt, settings, recorder.rounds, made.tokens, made.stats, engine.tokenizer)
+    return Explanation(prompt, settings, recorder.rounds, answer.tokens, answer.stats, engine.tokenizer)
 
 
-def _shown(engine: Engine, prompt: str, options: dict[str, Any], made: Answer, recorder: Recorder) -> None:
+def _show_rounds(engine: "Engine", prompt: str, options: dict[str, Any], answer: Answer, recorder: "Recorder") -> None:
+    from draftproof.explain.explanation import label
+    from draftproof.explain.terminal import legend, show_round
+
     assert engine.tokenizer is not None
-    console, words = screen(), partial(label, engine.tokenizer)
+    console, token_label = screen(), partial(label, engine.tokenizer)
     console.print(legend())
-    done = 0
-    for _ in streamed(engine, prompt, options, made):
-        for round_ in recorder.rounds[done:]:
-            done += 1
-            show_round(console, done, round_, words)
+    shown = 0
+    for _ in stream_answer(engine, prompt, options, answer):
+        for round_ in recorder.rounds[shown:]:
+            shown += 1
+            show_round(console, shown, round_, token_label)
     console.print()
-    console.print(made.text, markup=False, soft_wrap=True)
-    console.print(in_words(made), style="bright_black", soft_wrap=True)
+    console.print(answer.text, markup=False, soft_wrap=True)
+    console.print(stats_line(answer), style="bright_black", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`draftproof generate`: one prompt, streamed as it comes, or a file of prompts."""
+"""`draftproof generate`: continue one prompt, streaming the text, or all prompts of a file."""
 
 import json
 import sys
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from draftproof.cli.console import waiting
+from draftproof.cli.console import spinner
+from draftproof.cli.engines import open_engine
 from draftproof.cli.main import INTERRUPTED
 from draftproof.cli.options import Choice, engine_options, max_tokens_option, sampling_options
-from draftproof.engine.engine import Engine
-from draftproof.engine.request import Stats
 
 if TYPE_CHECKING:
-    from draftproof.engine.engine import Engine
+    from rich.progress import Progress
 
-HELP = """Continue PROMPT, or what comes on stdin, and stream the text as it is made.
+    from draftproof.engine.engine import Engine
+    from draftproof.engine.request import Stats
+
+HELP = """Continue PROMPT, or text from stdin, and print the answer as it is generated.
 
 \b
 Examples:
@@ -30,68 +30,74 @@ Examples:
   draftproof generate "Write a haiku" --temperature 0.9 --seed 7 --stats
   cat notes.txt | draftproof generate --max-tokens 100
   draftproof generate "…" --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B
-  draftproof generate "…" --rule coupled --seed 7       the text of --drafter none --seed 7, faster
+  draftproof generate "…" --rule coupled --seed 7       same text as --drafter none --seed 7, but faster
   draftproof generate --prompts prompts.jsonl > answers.jsonl
 
-A line of a --prompts file is a JSON string, or an object with "prompt" (text, or chat messages) and what else it
-should carry into its result.
+Each line of a --prompts file is a JSON string, or an object with "prompt" (a text or a list of chat messages). Other
+fields of the object set no options; they are copied to its result. The results are JSON objects, one per line, in the
+same order.
 
-Ctrl-C ends the text and keeps what was said. With --json the result is one JSON object.
+Ctrl-C stops generating and keeps the text printed so far.
 """
 
 
-@click.command(help=HELP, short_help="Continue a prompt, streaming; or a file of prompts.")
+@click.command(help=HELP, short_help="Continue a prompt, or a file of prompts.")
 @click.argument("prompt", required=False)
-@click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file of prompts.")
+@click.option(
+    "--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Continue all prompts of a file, one JSON value per line.",
+)  # fmt: skip
 @engine_options()
 @sampling_options()
 @max_tokens_option(256)
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
-@click.option("--num-beams", type=click.IntRange(1), default=1, help="Beam search, which does not sample or draft.")
-@click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
-@click.option("--stats", is_flag=True, help="Tell on stderr how fast it was and how much was kept.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object at the end instead of text on the way.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text. Can be given several times.")
+@click.option(
+    "--num-beams", type=click.IntRange(1), default=1,
+    help="Use beam search with this many beams instead of sampling and drafting.",
+)  # fmt: skip
+@click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
+@click.option("--stats", is_flag=True, help="Print speed and acceptance rate to stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object instead of streaming text.")
 def generate(
-    prompt: str | None, prompts: Path | None, choice: Choice, stats: bool, as_json: bool, raw: bool, **how: Any
+    prompt: str | None, prompts: Path | None, choice: Choice, stats: bool, as_json: bool, raw: bool, **rest: Any
 ) -> int:
-    options = {**how.pop("sampling"), **how, "stop": list(how["stop"]), "chat": False if raw else None}
+    options = {**rest.pop("sampling"), **rest, "stop": list(rest["stop"]), "chat": False if raw else None}
     if prompts is not None:
         if prompt is not None:
             raise click.UsageError("give PROMPT or --prompts, not both")
-
         items = read_prompts(prompts)
-        return answer_all(_opened(choice), items, options, stats=stats)
-    text = _text(prompt)
-    engine = _opened(choice)
-
-    return answer(engine, text, options, stats=stats, as_json=as_json)
+        return answer_all(open_engine(choice), items, options, stats=stats)
+    text = _prompt_or_stdin(prompt)
+    return answer_one(open_engine(choice), text, options, stats=stats, as_json=as_json)
 
 
-def _text(prompt: str | None) -> str:
+def _prompt_or_stdin(prompt: str | None) -> str:
     if prompt is not None and prompt != "-":
         return prompt
     if prompt is None and sys.stdin.isatty():
-        raise click.UsageError('nothing to continue: draftproof generate "Why is the sky blue?", or text on stdin')
+        raise click.UsageError(
+            'no prompt: give one as an argument, as in draftproof generate "Why is the sky blue?", or on stdin'
+        )
     text = sys.stdin.read().rstrip("\n")
     if not text:
         raise click.UsageError("stdin is empty: give a prompt as an argument or on stdin")
     return text
 
 
-def _opened(choice: Choice) -> "Engine":
-    from draftproof.cli.engines import open_engine
+def _no_stats() -> "Stats":
+    from draftproof.engine.request import Stats
 
-    return open_engine(choice)
+    return Stats()
 
 
 @dataclass(slots=True)
 class Answer:
-    """What has come so far, and when. Whole or cut short, it can be shown."""
+    """A generated text with its tokens, counts and times; after an interrupt it holds what was generated until then."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = "cancelled"
-    stats: Stats = field(default_factory=Stats)
+    stats: "Stats" = field(default_factory=_no_stats)
     seconds: float = 0.0
     first_token: float | None = None
 
@@ -113,7 +119,8 @@ class Answer:
         }
 
 
-def stats_dict(stats: Stats) -> dict[str, Any]:
+def stats_dict(stats: "Stats") -> dict[str, Any]:
+    """Return a request's counts and rates as JSON can hold them."""
     return {
         "rounds": stats.rounds,
         "drafts": stats.drafts,
@@ -128,8 +135,22 @@ def stats_dict(stats: Stats) -> dict[str, Any]:
     }
 
 
-def streamed(engine: Engine, prompt: Any, options: dict[str, Any], into: Answer) -> Iterator[str]:
-    """A piece of text a round, also an empty one; `into` is filled meanwhile, so an interrupt finds all there is."""
+def stats_line(answer: Answer) -> str:
+    """Describe speed, time to the first token and acceptance in one line."""
+    parts = [f"{len(answer.tokens)} tokens in {answer.seconds:.1f} s ({answer.tokens_per_second:.1f} tokens/s)"]
+    if answer.first_token is not None:
+        parts.append(f"first token after {answer.first_token:.2f} s")
+    stats = answer.stats
+    if stats.drafted:
+        accepted = f"accepted {stats.accepted} of {stats.drafted} draft tokens ({stats.acceptance_rate:.0%})"
+        parts += [accepted, f"mean acceptance length {stats.mean_acceptance_length:.2f}"]
+    if stats.rounds:
+        parts.append(f"{stats.tokens_per_pass:.2f} tokens per pass")
+    return " · ".join(parts)
+
+
+def stream_answer(engine: "Engine", prompt: Any, options: dict[str, Any], into: Answer) -> Iterator[str]:
+    """Yield the text of each round, which may be empty, and update `into`, so that an interrupt loses nothing."""
     start = time.perf_counter()
     for chunk in engine.stream(prompt, **options):
         into.seconds = time.perf_counter() - start
@@ -141,96 +162,86 @@ def streamed(engine: Engine, prompt: Any, options: dict[str, Any], into: Answer)
         yield chunk.text
 
 
-def answer(engine: Engine, prompt: str, options: dict[str, Any], *, stats: bool, as_json: bool) -> int:
-    """Say it on stdout; the status to leave with."""
-    made = Answer()
+def answer_one(engine: "Engine", prompt: str, options: dict[str, Any], *, stats: bool, as_json: bool) -> int:
+    """Print the answer to one prompt on stdout and return the exit status."""
+    answer = Answer()
     status = 0
     try:
         if options["num_beams"] > 1:
-            _searched(engine, prompt, options, made)
+            _beam_search(engine, prompt, options, answer)
             if not as_json:
-                sys.stdout.write(made.text)
+                sys.stdout.write(answer.text)
         else:
             del options["num_beams"]
-            with _quietly_if(as_json):
-                for piece in streamed(engine, prompt, options, made):
+            with _spinner_if(as_json):
+                for piece in stream_answer(engine, prompt, options, answer):
                     if not as_json:
                         sys.stdout.write(piece)
                         sys.stdout.flush()
     except KeyboardInterrupt:
         status = INTERRUPTED
-    sys.stdout.write(json.dumps(made.as_dict(), ensure_ascii=False) + "\n" if as_json else "\n")
+    sys.stdout.write(json.dumps(answer.as_dict(), ensure_ascii=False) + "\n" if as_json else "\n")
     sys.stdout.flush()
     if stats:
-        print(in_words(made), file=sys.stderr)
+        print(stats_line(answer), file=sys.stderr)
     return status
 
 
 @contextmanager
-def _quietly_if(as_json: bool) -> Iterator[None]:
-    """Where no text shows that something happens, say so."""
+def _spinner_if(as_json: bool) -> Iterator[None]:
+    """Show a spinner if no text is streamed."""
     if not as_json:
         yield
         return
-    with waiting("Generating"):
+    with spinner("Generating"):
         yield
 
 
-def _searched(engine: Engine, prompt: str, options: dict[str, Any], into: Answer) -> None:
+def _beam_search(engine: "Engine", prompt: str, options: dict[str, Any], into: Answer) -> None:
     start = time.perf_counter()
-    with waiting(f"Searching with {options['num_beams']} beams"):
+    with spinner(f"Searching with {options['num_beams']} beams"):
         output = engine.generate(prompt, **options)
     assert not isinstance(output, list)
     into.text, into.tokens, into.finish_reason = output.text, output.tokens, output.finish_reason
     into.stats, into.seconds = output.stats, time.perf_counter() - start
 
 
-def in_words(made: Answer) -> str:
-    """Speed, first token, and what came of the drafts, in one line."""
-    parts = [f"{len(made.tokens)} tokens in {made.seconds:.1f} s ({made.tokens_per_second:.1f} a second)"]
-    if made.first_token is not None:
-        parts.append(f"first after {made.first_token:.2f} s")
-    stats = made.stats
-    if stats.drafted:
-        kept = f"kept {stats.accepted} of {stats.drafted} drafted ({stats.acceptance_rate:.0%})"
-        parts += [kept, f"mean acceptance length {stats.mean_acceptance_length:.2f}"]
-    if stats.rounds:
-        parts.append(f"{stats.tokens_per_pass:.2f} tokens a pass")
-    return " · ".join(parts)
-
-
 Item = dict[str, Any]
+"""A line of a prompt file: "prompt", and other fields that are copied to its result."""
 
 
 def read_prompts(path: Path) -> list[Item]:
-    """The lines of a JSON-lines file as objects with a "prompt"."""
+    """Read a JSON-lines file of prompts; a line that is a string becomes an object with "prompt"."""
     items = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
-            read = json.loads(line)
+            value = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(
-                f'{path}, line {number}: not JSON ({error.msg}). A line is "text" or {{"prompt": …}}'
+                f'{path}, line {number}: not JSON ({error.msg}). A line must be "text" or {{"prompt": …}}'
             ) from None
-        item = {"prompt": read} if isinstance(read, str) else read
+        item = {"prompt": value} if isinstance(value, str) else value
         if not isinstance(item, dict) or not isinstance(item.get("prompt"), (str, list)):
-            raise ValueError(f'{path}, line {number}: a line is a JSON string or an object with "prompt"')
+            raise ValueError(f'{path}, line {number}: must be a JSON string or an object with "prompt"')
         items.append(item)
     if not items:
-        raise ValueError(f"{path} has no prompts in it")
+        raise ValueError(f"{path} contains no prompts")
     return items
 
 
-def answer_all(engine: Engine, items: Sequence[Item], options: dict[str, Any], *, stats: bool) -> int:
-    """Results in the order of the prompts. What is done when Ctrl-C comes has been written already."""
+def answer_all(engine: "Engine", items: Sequence[Item], options: dict[str, Any], *, stats: bool) -> int:
+    """Print one JSON line per prompt, in their order, and return the exit status.
+
+    Lines are written batch by batch, so Ctrl-C loses only the batch in progress.
+    """
     start, tokens, failed = time.perf_counter(), 0, 0
     try:
         with _progress() as progress:
-            task = progress.add_task("Answering", total=len(items))
+            task = progress.add_task("Generating", total=len(items))
             for group in _groups(items, engine.limits.max_batch):
-                for result in _answered(engine, group, options):
+                for result in _results(engine, group, options):
                     tokens += len(result["tokens"])
                     failed += result["finish_reason"] == "error"
                     sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
@@ -240,12 +251,12 @@ def answer_all(engine: Engine, items: Sequence[Item], options: dict[str, Any], *
         return INTERRUPTED
     if stats:
         seconds = time.perf_counter() - start
-        speed = f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} a second)"
+        speed = f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s)"
         print(f"{len(items)} prompts, {failed} failed · {speed}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _answered(engine: Engine, group: Sequence[Item], options: dict[str, Any]) -> Iterator[Item]:
+def _results(engine: "Engine", group: Sequence[Item], options: dict[str, Any]) -> Iterator[Item]:
     outputs = engine.generate([item["prompt"] for item in group], **options)
     assert isinstance(outputs, list)
     for item, output in zip(group, outputs, strict=True):
@@ -259,7 +270,11 @@ def _groups(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
         yield items[start : start + size]
 
 
-def _progress() -> Progress:
+def _progress() -> "Progress":
+    """Return a progress bar on stderr with counts and the elapsed time; it disappears when it is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

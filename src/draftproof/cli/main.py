@@ -1,4 +1,4 @@
-"""The door of the command line: finds the command, runs it, and turns errors into one clear line."""
+"""The entry point of the command line: finds the command, runs it, and reports errors in one line."""
 
 import os
 import sys
@@ -12,33 +12,33 @@ COMMANDS: Final[Mapping[str, str]] = {
     name: f"draftproof.cli.{name}"
     for name in ("generate", "chat", "explain", "bench", "audit", "train", "models", "demo")
 }
-"""The commands, and the file each lives in: it has an attribute of the command's name."""
+"""The module of each command; the command is the module's attribute of the same name."""
 
 INTERRUPTED: Final = 130
-"""What a shell expects of a program that Ctrl-C has ended."""
+"""Exit status after Ctrl-C: 128 + SIGINT, which shells expect."""
 
-HELP: Final = """Lossless speculative decoding: the target's own distribution, in fewer of its passes.
+HELP: Final = """Speculative decoding that does not change the model's output distribution.
 
-A cheap drafter guesses a few tokens; the target judges all of them in one pass, and keeps exactly as many as its own
-distribution allows. What is said does not change, only how fast.
+A cheap drafter proposes a few tokens. The target model checks all of them in one pass and accepts as many as its own
+distribution allows. The text is distributed as in plain decoding; it only arrives sooner.
 
 \b
 First steps:
-  draftproof demo                                     plain and speculative, side by side
-  draftproof generate "Why is the sky blue?"          the bundled model answers, streaming
-  draftproof explain "Why is the sky blue?"           every round, every coin
-  draftproof chat                                     a conversation, with /help
+  draftproof demo                                     plain and speculative decoding, side by side
+  draftproof generate "Why is the sky blue?"          stream an answer of the bundled model
+  draftproof explain "Why is the sky blue?"           show which draft tokens were accepted, and why
+  draftproof chat                                     talk to the model; type /help for commands
 
 \b
-With models of your own (a folder or a hub id):
+With your own models (a folder or a Hugging Face model id):
   draftproof generate --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B "…" --stats
 
-`draftproof COMMAND --help` has the options and more examples.
+Run `draftproof COMMAND --help` for a command's options and examples.
 """
 
 
 class Commands(click.Group):
-    """Imports a command when it is asked for, and gives each the same --debug."""
+    """A click group that imports a command's module when it is used and adds --debug to every command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -53,7 +53,7 @@ class Commands(click.Group):
 
 
 def _debug() -> click.Option:
-    return click.Option(["--debug"], is_flag=True, expose_value=False, help="On an error, show the traceback.")
+    return click.Option(["--debug"], is_flag=True, expose_value=False, help="Show the full traceback of an error.")
 
 
 @click.group(
@@ -71,44 +71,50 @@ app.params.append(_debug())
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and leave with its status: 0 fine, 1 failed, 2 wrong request, 130 interrupted."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run the command line and exit with its status: 0 success, 1 failure, 2 invalid request, 130 interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = app.main(given, prog_name="draftproof", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as wanted:
-        click.echo(wanted.format_message())
+        status = app.main(arguments, prog_name="draftproof", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as no_arguments:
+        click.echo(no_arguments.format_message())
         status = 0
     except click.ClickException as error:
-        click.echo(f"Error: {error.format_message()}{_advice(error)}", err=True)
+        click.echo(f"Error: {error.format_message()}{_help_hint(error)}", err=True)
         status = error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         status = INTERRUPTED
-    except BrokenPipeError:  # `… | head` has seen enough; without this the interpreter would complain at its end
+    except BrokenPipeError:  # a reader such as `head` has closed the pipe; flushing stdout at exit would raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     except Exception as error:
-        if "--debug" in given:
+        if "--debug" in arguments:
             raise
-        click.echo(f"Error: {in_one_line(error)}", err=True)
-        status = status_of(error)
+        click.echo(f"Error: {error_line(error)}", err=True)
+        status = exit_status(error)
     sys.exit(status or 0)
 
 
-def _advice(error: click.ClickException) -> str:
-    """Where a wrong call is put right."""
-    where = error.ctx if isinstance(error, click.UsageError) else None
-    return f" (`{where.command_path} --help` has examples)" if where is not None else ""
+def _help_hint(error: click.ClickException) -> str:
+    """Return a hint that names the help of the command that was called wrongly."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f" (`{context.command_path} --help` has examples)" if context is not None else ""
 
 
-def in_one_line(error: Exception) -> str:
-    """What a user needs of an error. One that we did not foresee also says its kind and how to see more."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    if isinstance(error, (ValueError, RuntimeError, OSError, ImportError)) or type(error).__name__ == "InexactError":
-        return said or type(error).__name__
-    return f"{type(error).__name__}: {said} (run again with --debug to see where)"
+def error_line(error: Exception) -> str:
+    """Return an error's first line; for a type no command is expected to raise, add the type and mention --debug."""
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    expected = (ValueError, RuntimeError, OSError, ImportError)
+    if isinstance(error, expected) or _is_inexact(error):
+        return message or type(error).__name__
+    return f"{type(error).__name__}: {message} (run again with --debug for the traceback)"
 
 
-def status_of(error: Exception) -> int:
-    """2 for a request that cannot be served, 1 for one that failed. `InexactError` by name: importing it imports torch."""
-    return 2 if isinstance(error, ValueError) or type(error).__name__ == "InexactError" else 1
+def exit_status(error: Exception) -> int:
+    """Return 2 for a request that cannot be served, 1 for one that failed."""
+    return 2 if isinstance(error, ValueError) or _is_inexact(error) else 1
+
+
+def _is_inexact(error: Exception) -> bool:
+    """Return whether this is an `InexactError`, recognised by name because importing the class imports torch."""
+    return type(error).__name__ == "InexactError"

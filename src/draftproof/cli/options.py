@@ -1,4 +1,4 @@
-"""The options that commands share, gathered into what the engine takes."""
+"""Options that several commands share, and `Choice`, which collects the options that select an engine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,20 +8,23 @@ from typing import Any, Final
 import click
 
 RULES: Final = ("block", "token", "coupled", "tree")
-"""The names of `verify.RULES`, which cannot be imported for a --help: it would import torch."""
+"""The names in `draftproof.rules.RULES`, repeated here because importing that module imports torch."""
 
 DRAFTERS: Final = ("auto", "ngram", "suffix", "prompt-lookup", "early-exit:N", "head", "suffix+head")
-"""The names of `drafters.table`, for the same reason."""
+"""The names in `draftproof.drafters.registry`, repeated here because importing that module imports torch."""
+
+SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p", "seed")
+"""The fields of `SamplingParams` that `sampling_options` sets."""
+
+DEVICE_HELP: Final = "Device to run on, such as cuda or cpu. [default: cuda if available, else cpu]"
 
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
 
-SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p", "seed")
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which engine: its models, its drafter and its rule."""
+    """The options that select an engine: its target, drafter, rule, draft length and device."""
 
     target: str = "smollm2"
     drafter: str | None = "auto"
@@ -35,74 +38,46 @@ class Choice:
         return f"{self.target}, drafter {self.drafter}, rule {self.rule}, draft length {self.num_draft_tokens}"
 
 
-def draft_length(word: str) -> int | str:
-    if word == "auto" or word.isdecimal():
-        return word if word == "auto" else int(word)
-    raise ValueError(f"{word!r} is neither 'auto' nor a whole number")
-
-
-def draft_length_option(default: str = "auto") -> Option:
-    def parsed(ctx: click.Context, param: click.Parameter, value: str) -> int | str:
-        try:
-            return draft_length(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from None
-
-    return click.option(
-        "--num-draft-tokens", metavar="auto|N", callback=parsed, default=default, show_default=True,
-        help="Tokens guessed a round; auto takes what pays.",
-    )  # fmt: skip
-
-
-def check_drafter(name: str) -> None:
-    """Refuse a name that is none of ours here: as the name of a model it would be looked for on a hub."""
-    if name != "none" and name.partition(":")[0] not in {known.partition(":")[0] for known in DRAFTERS}:
-        raise click.UsageError(f"--drafter takes {', '.join(DRAFTERS)} or none, not {name!r}; a model: --draft-model")
-
-
-def drafter_of(word: str) -> str | None:
-    """What `load` takes: None where plain decoding is asked for."""
-    return None if word == "none" else word
-
-
 def engine_options(
     *, drafter: str = "auto", rule: str = "block", rules: tuple[str, ...] = RULES, num_draft_tokens: str = "auto"
 ) -> Option:
-    """Gives a command `choice`. A command may have defaults of its own."""
+    """Add the options that select an engine to a command, which receives them as one argument, `choice`.
+
+    The arguments are the command's defaults and the rules it offers.
+    """
     options: list[Option] = [
+        target_option(),
         click.option(
-            "--target", metavar="MODEL", default="smollm2", show_default=True,
-            help="smollm2 (bundled, 135M), a folder or a hub id.",
-        ),
-        click.option(
-            "--draft-model", metavar="MODEL", help="A smaller model of the same family guesses: a folder or a hub id."
+            "--draft-model", metavar="MODEL",
+            help="Draft with a smaller model of the same family: a folder or a Hugging Face model id.",
         ),
         click.option(
             "--drafter", metavar="NAME", show_default=drafter,
-            help="Who guesses: ngram, suffix, prompt-lookup, early-exit:N (the target's first N layers), head or "
-            "head:FOLDER (trained), suffix+head, auto (the shipped head if it fits the target, else ngram), or none "
-            "for plain decoding.",
+            help="How draft tokens are proposed: ngram, suffix or prompt-lookup (copied from the text so far), "
+            "early-exit:N (the target's first N layers), head or head:FOLDER (a trained drafting head), suffix+head "
+            "(copied where the text repeats, else the head), auto (the bundled head if it fits the target, else "
+            "ngram), or none (plain decoding).",
         ),
         draft_length_option(num_draft_tokens),
         click.option(
             "--rule", type=click.Choice(rules), default=rule, show_default=True,
-            help="How guesses are judged; all are exact."
-            + (" Under coupled the text depends on --seed and on no drafter." if "coupled" in rules else ""),
+            help="How draft tokens are accepted or rejected. Every rule keeps the target's output distribution."
+            + (" With coupled and a --seed, all drafters give the same text." if "coupled" in rules else ""),
         ),
-        click.option("--device", metavar="NAME", help="cuda, cpu …; default: CUDA where there is one."),
+        click.option("--device", metavar="NAME", help=DEVICE_HELP),
     ]  # fmt: skip
 
     def decorate(command: Command) -> Command:
         @wraps(command)
-        def with_choice(**given: Any) -> Any:
-            model, name = given.pop("draft_model"), given.pop("drafter")
+        def with_choice(**values: Any) -> Any:
+            model, name = values.pop("draft_model"), values.pop("drafter")
             if model is not None and name is not None:
-                raise click.UsageError("--draft-model and --drafter both say who guesses: give one of them")
+                raise click.UsageError("--draft-model and --drafter both choose the drafter: give only one of them")
             if name is not None:
                 check_drafter(name)
-            who = model or drafter_of(name or drafter)
-            rest = {field: given.pop(field) for field in ("target", "rule", "num_draft_tokens", "device")}
-            return command(choice=Choice(drafter=who, **rest), **given)
+            chosen = model or drafter_or_none(name or drafter)
+            rest = {field: values.pop(field) for field in ("target", "rule", "num_draft_tokens", "device")}
+            return command(choice=Choice(drafter=chosen, **rest), **values)
 
         return _with(options, with_choice)
 
@@ -110,32 +85,87 @@ def engine_options(
 
 
 def sampling_options(*, temperature: float = 0.7) -> Option:
-    """Gives a command `sampling`, the fields of a `SamplingParams`."""
+    """Add sampling options to a command, which receives the fields of `SamplingParams` as one argument, `sampling`."""
     options: list[Option] = [
-        click.option("--temperature", type=float, default=temperature, show_default=True, help="0 is greedy."),
-        click.option("--top-k", type=int, help="Only the K most likely tokens."),
-        click.option("--top-p", type=float, default=1.0, help="Only the most likely tokens that reach this mass."),
-        click.option("--min-p", type=float, default=0.0, help="Only tokens this fraction as likely as the top one."),
-        click.option("--seed", type=int, help="The same seed gives the same text."),
-    ]
+        click.option(
+            "--temperature", type=float, default=temperature, show_default=True,
+            help="Sampling temperature; 0 is greedy decoding.",
+        ),
+        click.option("--top-k", type=int, help="Sample only from the K most likely tokens."),
+        click.option(
+            "--top-p", type=float, default=1.0,
+            help="Sample only from the most likely tokens whose total probability reaches P.",
+        ),
+        click.option(
+            "--min-p", type=float, default=0.0,
+            help="Sample only from tokens at least this fraction as likely as the most likely token.",
+        ),
+        click.option("--seed", type=int, help="Random seed: the same seed gives the same text."),
+    ]  # fmt: skip
 
     def decorate(command: Command) -> Command:
         @wraps(command)
-        def with_sampling(**given: Any) -> Any:
-            return command(sampling={field: given.pop(field) for field in SAMPLING}, **given)
+        def with_sampling(**values: Any) -> Any:
+            return command(sampling={field: values.pop(field) for field in SAMPLING}, **values)
 
         return _with(options, with_sampling)
 
     return decorate
 
 
-def max_tokens_option(default: int) -> Option:
+def target_option() -> Option:
+    """Return the option --target, with the bundled model as its default."""
     return click.option(
-        "--max-tokens", "-n", type=click.IntRange(0), default=default, show_default=True, help="Most tokens to say."
-    )
+        "--target", metavar="MODEL", default="smollm2", show_default=True,
+        help="Target model: smollm2 (bundled, 135M parameters), a folder or a Hugging Face model id.",
+    )  # fmt: skip
+
+
+def draft_length_option(default: str = "auto") -> Option:
+    """Return the option --num-draft-tokens, parsed to "auto" or a number."""
+
+    def parsed(ctx: click.Context, param: click.Parameter, value: str) -> int | str:
+        try:
+            return parse_draft_length(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return click.option(
+        "--num-draft-tokens", metavar="auto|N", callback=parsed, default=default, show_default=True,
+        help="Draft tokens per round; auto picks the number that is fastest.",
+    )  # fmt: skip
+
+
+def max_tokens_option(default: int) -> Option:
+    """Return the option --max-tokens."""
+    return click.option(
+        "--max-tokens", "-n", type=click.IntRange(0), default=default, show_default=True,
+        help="Maximum number of tokens to generate.",
+    )  # fmt: skip
+
+
+def parse_draft_length(word: str) -> int | str:
+    """Return a draft length as `load` takes it: "auto" or a number."""
+    if word == "auto" or word.isdecimal():
+        return word if word == "auto" else int(word)
+    raise ValueError(f"{word!r} is neither 'auto' nor a whole number")
+
+
+def check_drafter(name: str) -> None:
+    """Refuse a name that no drafter has; otherwise `load` would look for a model of that name on the hub."""
+    if name != "none" and name.partition(":")[0] not in {known.partition(":")[0] for known in DRAFTERS}:
+        raise click.UsageError(
+            f"--drafter takes {', '.join(DRAFTERS)} or none, not {name!r}; to draft with a model, use --draft-model"
+        )
+
+
+def drafter_or_none(word: str) -> str | None:
+    """Return the drafter as `load` takes it: None for the word "none", which means plain decoding."""
+    return None if word == "none" else word
 
 
 def _with(options: list[Option], command: Command) -> Command:
+    """Apply click's decorators so that --help lists the options in the given order."""
     for option in reversed(options):
         command = option(command)
     return command

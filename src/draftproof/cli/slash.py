@@ -1,48 +1,50 @@
-"""The slash commands of a chat: a table of names, each with its words and what it does."""
+"""The slash commands of a chat: `COMMANDS` is their table, `run_command` runs a line such as "/rule token"."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from draftproof.cli.conversation import Conversation, restored
-from draftproof.cli.options import RULES, SAMPLING, Choice, draft_length, drafter_of
-from draftproof.explain.recorder import WATCHED, Recorder
+from draftproof.cli.conversation import Conversation, load_conversation
+from draftproof.cli.options import RULES, SAMPLING, Choice, drafter_or_none, parse_draft_length
 
 
-class LeaveChat(Exception):  # noqa: N818  (a wish, not a failure)
-    """/quit was said."""
+class LeaveChat(Exception):  # noqa: N818  (a request, not an error)
+    """Raised by /quit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slash:
-    """`run(conversation, argument)` gives the line to show."""
+class SlashCommand:
+    """A slash command: its usage and description for /help, and `run(conversation, argument)`, the line to show."""
 
     usage: str
-    words: str
+    description: str
     run: Callable[[Conversation, str], str]
 
 
-def obey(conversation: Conversation, line: str) -> str:
-    """Do what a line that begins with a slash says. Raises ValueError, with what to do, for what cannot be done."""
+def run_command(conversation: Conversation, line: str) -> str:
+    """Run a line that begins with a slash and return the line to show. Raises ValueError if that is impossible."""
     name, _, argument = line.strip().partition(" ")
     if name not in COMMANDS:
-        raise ValueError(f"there is no {name}; /help lists the commands")
+        raise ValueError(f"there is no command {name}; /help lists the commands")
     return COMMANDS[name].run(conversation, argument.strip())
 
 
 def _switch(conversation: Conversation, **changes: Any) -> str:
-    """Try the new engine first: what cannot be had leaves everything as it was."""
+    """Change the engine's options. The engine is made first, so that an error leaves the settings unchanged."""
     wanted = replace(conversation.settings.choice, **changes)
     _check_rounds(conversation.settings.rounds, wanted)
-    conversation.engines.of(wanted)
+    conversation.engines.get(wanted)
     conversation.settings.choice = wanted
     return str(wanted)
 
 
 def _check_rounds(shown: bool, choice: Choice) -> None:
+    """Refuse to show the rounds of a rule that `Recorder` cannot record."""
+    from draftproof.explain.recorder import WATCHED, Recorder
+
     if shown and choice.rule not in WATCHED:
-        Recorder(choice.rule)  # says which rules can be watched
+        Recorder(choice.rule)  # raises an error that names the rules it can record
 
 
 def _target(conversation: Conversation, argument: str) -> str:
@@ -52,25 +54,25 @@ def _target(conversation: Conversation, argument: str) -> str:
 def _drafter(conversation: Conversation, argument: str) -> str:
     if not argument:
         return conversation.settings.choice.drafter or "none"
-    return _switch(conversation, drafter=drafter_of(argument))
+    return _switch(conversation, drafter=drafter_or_none(argument))
 
 
 def _rule(conversation: Conversation, argument: str) -> str:
     if not argument:
         return conversation.settings.choice.rule
     if argument not in RULES:
-        raise ValueError(f"rules are {', '.join(RULES)}; got {argument!r}")
+        raise ValueError(f"the rules are {', '.join(RULES)}; got {argument!r}")
     return _switch(conversation, rule=argument)
 
 
 def _draft_length(conversation: Conversation, argument: str) -> str:
     if not argument:
         return str(conversation.settings.choice.num_draft_tokens)
-    return _switch(conversation, num_draft_tokens=draft_length(argument))
+    return _switch(conversation, num_draft_tokens=parse_draft_length(argument))
 
 
 def _sampling(conversation: Conversation, argument: str) -> str:
-    """Pairs such as temperature=0.8 top-p=0.95; "off" takes one back."""
+    """Set sampling parameters from pairs such as temperature=0.8 top-p=0.95; "off" restores a default."""
     from draftproof.core.sampling import SamplingParams
 
     wanted = dict(conversation.settings.sampling)
@@ -78,11 +80,13 @@ def _sampling(conversation: Conversation, argument: str) -> str:
         name, _, value = pair.partition("=")
         field = name.replace("-", "_")
         if field not in SAMPLING or not value:
-            raise ValueError(f"{pair!r}: say /sampling temperature=0.8 top-p=0.95 (fields: {', '.join(SAMPLING)})")
+            raise ValueError(
+                f"{pair!r} is not NAME=VALUE, as in /sampling temperature=0.8 top-p=0.95 (names: {', '.join(SAMPLING)})"
+            )
         wanted[field] = getattr(SamplingParams(), field) if value == "off" else _number(field, value)
-    SamplingParams(**wanted)  # refuses what is out of range
+    SamplingParams(**wanted)  # raises ValueError for a value out of range
     conversation.settings.sampling = wanted
-    return "  ".join(f"{name.replace('_', '-')}={_shown(value)}" for name, value in wanted.items())
+    return "  ".join(f"{name.replace('_', '-')}={_format(value)}" for name, value in wanted.items())
 
 
 def _number(field: str, value: str) -> int | float:
@@ -92,19 +96,20 @@ def _number(field: str, value: str) -> int | float:
         raise ValueError(f"{field} takes a number; got {value!r}") from None
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return "off" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _seed(conversation: Conversation, argument: str) -> str:
     if argument:
         _sampling(conversation, f"seed={argument}")
-    return f"seed {_shown(conversation.settings.sampling['seed'])}"
+    return f"seed {_format(conversation.settings.sampling['seed'])}"
 
 
 def _on_off(argument: str, now: bool) -> bool:
+    """Return the wanted state; without an argument, the opposite of the present one."""
     if argument not in ("", "on", "off"):
-        raise ValueError(f"say on or off; got {argument!r}")
+        raise ValueError(f"the argument must be on or off; got {argument!r}")
     return not now if not argument else argument == "on"
 
 
@@ -112,7 +117,7 @@ def _compare(conversation: Conversation, argument: str) -> str:
     conversation.settings.compare = _on_off(argument, conversation.settings.compare)
     if not conversation.settings.compare:
         return "comparison off"
-    return "comparison on: every prompt runs plain, speculative and n-gram"
+    return "comparison on: every prompt is answered by plain decoding, by a drafter that samples and by n-grams"
 
 
 def _rounds(conversation: Conversation, argument: str) -> str:
@@ -129,45 +134,59 @@ def _new(conversation: Conversation, argument: str) -> str:
 
 def _save(conversation: Conversation, argument: str) -> str:
     if not argument:
-        raise ValueError("say where: /save talk.json")
+        raise ValueError("the file is missing, as in /save chat.json")
     conversation.save(Path(argument))
-    return f"saved {len(conversation.messages)} messages in {argument}"
+    return f"saved {len(conversation.messages)} messages to {argument}"
 
 
 def _load(conversation: Conversation, argument: str) -> str:
     if not argument:
-        raise ValueError("say from where: /load talk.json")
-    found = restored(Path(argument))
-    conversation.engines.of(found.settings.choice)
-    conversation.settings, conversation.messages = found.settings, found.messages
-    return f"{len(found.messages)} messages from {argument} · {found.settings.choice}"
+        raise ValueError("the file is missing, as in /load chat.json")
+    loaded = load_conversation(Path(argument))
+    conversation.engines.get(loaded.settings.choice)
+    conversation.settings, conversation.messages = loaded.settings, loaded.messages
+    return f"loaded {len(loaded.messages)} messages from {argument} · {loaded.settings.choice}"
 
 
 def _help(conversation: Conversation, argument: str) -> str:
-    width = max(len(slash.usage) for slash in COMMANDS.values())
-    return "\n".join(f"{slash.usage:<{width}}   {slash.words}" for slash in COMMANDS.values())
+    width = max(len(command.usage) for command in COMMANDS.values())
+    return "\n".join(f"{command.usage:<{width}}   {command.description}" for command in COMMANDS.values())
 
 
 def _quit(conversation: Conversation, argument: str) -> str:
     raise LeaveChat
 
 
-COMMANDS: Final[Mapping[str, Slash]] = {
-    "/target": Slash("/target [MODEL]", "show or switch the target: smollm2, a folder, a hub id", _target),
-    "/drafter": Slash(
-        "/drafter [NAME]", "none, auto, ngram, suffix, prompt-lookup, early-exit:N, head, or a smaller model", _drafter
+COMMANDS: Final[Mapping[str, SlashCommand]] = {
+    "/target": SlashCommand(
+        "/target [MODEL]", "show or change the target: smollm2, a folder or a Hugging Face model id", _target
     ),
-    "/rule": Slash("/rule [NAME]", "block, token, coupled or tree; all are exact", _rule),
-    "/draft-length": Slash("/draft-length [auto|N]", "how many tokens are guessed a round", _draft_length),
-    "/sampling": Slash(
-        "/sampling [NAME=VALUE …]", "temperature, top-k, top-p, min-p; NAME=off takes it back", _sampling
+    "/drafter": SlashCommand(
+        "/drafter [NAME]",
+        "show or change the drafter: none, auto, ngram, suffix, prompt-lookup, early-exit:N, head, or a smaller model",
+        _drafter,
     ),
-    "/seed": Slash("/seed [N|off]", "the same seed gives the same answer", _seed),
-    "/compare": Slash("/compare [on|off]", "run every prompt plain, speculative and n-gram, side by side", _compare),
-    "/rounds": Slash("/rounds [on|off]", "after an answer, show which guesses were kept", _rounds),
-    "/new": Slash("/new", "forget what was said", _new),
-    "/save": Slash("/save FILE", "keep conversation and settings", _save),
-    "/load": Slash("/load FILE", "go on with a kept one", _load),
-    "/help": Slash("/help", "this list", _help),
-    "/quit": Slash("/quit", "leave; so does Ctrl-D", _quit),
+    "/rule": SlashCommand(
+        "/rule [NAME]", "show or change the rule: block, token, coupled or tree; all are exact", _rule
+    ),
+    "/draft-length": SlashCommand(
+        "/draft-length [auto|N]", "show or change the number of draft tokens per round", _draft_length
+    ),
+    "/sampling": SlashCommand(
+        "/sampling [NAME=VALUE …]",
+        "show or change temperature, top-k, top-p, min-p; NAME=off restores the default",
+        _sampling,
+    ),
+    "/seed": SlashCommand(
+        "/seed [N|off]", "show or change the random seed; the same seed gives the same answer", _seed
+    ),
+    "/compare": SlashCommand(
+        "/compare [on|off]", "answer every prompt with and without drafters, side by side", _compare
+    ),
+    "/rounds": SlashCommand("/rounds [on|off]", "after each answer, show which draft tokens were accepted", _rounds),
+    "/new": SlashCommand("/new", "start a new conversation", _new),
+    "/save": SlashCommand("/save FILE", "save the conversation and its settings", _save),
+    "/load": SlashCommand("/load FILE", "continue a saved conversation", _load),
+    "/help": SlashCommand("/help", "list these commands", _help),
+    "/quit": SlashCommand("/quit", "leave the chat, like Ctrl-D", _quit),
 }

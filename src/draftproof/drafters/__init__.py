@@ -1,1 +1,1 @@
-"""Drafters: a context in, a draft out. They change how fast a text comes, never its distribution."""
+"""Drafters: propose tokens that may follow a context. They change decoding speed, never the output's distribution."""

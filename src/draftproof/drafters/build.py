@@ -1,10 +1,14 @@
-"""From what may follow to a draft: a tree grown best first, of which a chain is the case of one follower a node."""
+"""Build drafts from guessed tokens.
+
+`grow` and `chosen` make a draft of chosen tokens: a tree grown best first, of which a chain is the case of one child
+per node. `Spine` collects drawn tokens, each with the distribution it was drawn from.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -16,6 +20,9 @@ from draftproof.core.types import PAD, ROOT, Draft
 
 N = TypeVar("N")
 
+BACK_OFF: Final = 0.4
+"""Factor on the estimate of a shorter context relative to a longer one ("stupid back-off", Brants et al. 2007)."""
+
 
 class Guess(NamedTuple):
     """Chosen tokens for one row, each with its parent slot."""
@@ -25,25 +32,21 @@ class Guess(NamedTuple):
 
 
 class Follower(NamedTuple):
-    """A token that may come next, and how likely that seems."""
+    """A token that may come next, and its estimated probability."""
 
     token: int
     share: float
 
 
-BACK_OFF = 0.4
-"""What a shorter context's word is worth beside a longer one's (Brants et al. 2007, "stupid back-off")."""
-
-
 def grow(root: N, expand: Callable[[N], Iterable[tuple[Follower, N]]], slots: int, *, least: float = 0.0) -> Guess:
-    """Up to `slots` tokens behind `root`, the likeliest paths first; `expand` gives the followers of a node.
+    """Choose up to `slots` tokens after `root`, most likely paths first; `expand` returns the followers of a node.
 
-    A path is as likely as the product of its shares; those below `least` are left out. Children leave the heap after
-    their parent and in falling order, which is the order in which a draft wants them.
+    The score of a path is the product of its shares; paths below `least` are left out. Children leave the heap after
+    their parent and by falling score, which is the order that a draft requires.
     """
     tokens: list[int] = []
     parents: list[int] = []
-    ticket = count()  # of two equal paths the older one: nodes are never compared
+    ticket = count()  # breaks ties in favour of the older path, so that nodes are never compared
     heap = [(-f.share, next(ticket), f.token, ROOT, node) for f, node in expand(root) if slots and f.share >= least]
     heapify(heap)
     while heap and len(tokens) < slots:
@@ -60,7 +63,7 @@ def grow(root: N, expand: Callable[[N], Iterable[tuple[Follower, N]]], slots: in
 
 
 def chosen(guesses: Sequence[Guess], device: torch.device, *, tree: bool = False) -> Draft:
-    """The draft that these guesses make: nothing in it was drawn, so it carries no distribution."""
+    """Make a draft of one guess per row. It carries no distribution, because nothing in it was drawn."""
     lengths = [len(guess.tokens) for guess in guesses]
     K = max(lengths, default=0)
     shape = (len(guesses), K)
@@ -73,21 +76,13 @@ def chosen(guesses: Sequence[Guess], device: torch.device, *, tree: bool = False
     )
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    """Refuse a setting that is not a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number ≥ {least}; got {value!r}")
-
-
-def check_share(name: str, value: float) -> None:
-    """Refuse a setting that is no probability."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a probability in [0, 1]; got {value!r}")
-
-
 @dataclass(slots=True)
 class Spine:
-    """What has been drawn so far, for all rows in step. `lengths` counts the slots that each row is to have."""
+    """The tokens drawn so far, one per row and step, with their distributions.
+
+    With `branches` > 1 the draft is a tree: after each drawn token come its `branches - 1` most likely siblings, which
+    are chosen. `lengths` counts the slots that each row is to have.
+    """
 
     branches: int
     lengths: Int[Tensor, " B"]
@@ -96,7 +91,7 @@ class Spine:
     _siblings: list[Int[Tensor, "B M"]] = field(default_factory=list)
 
     def add(self, dist: Distribution, token: Int[Tensor, " B"]) -> None:
-        """A token and the distribution it was drawn from. Where that is no distribution (NaN logits) the row's draft ends before it."""
+        """Add each row's next token and its distribution; a row without a valid one (NaN logits) ends before it."""
         start = len(self.tokens) * self.branches
         self.lengths = torch.where(dist.lse.isnan(), self.lengths.clamp_max(start), self.lengths)
         self.tokens.append(token)
@@ -106,27 +101,29 @@ class Spine:
             others = dist.logits.scatter(-1, entry[:, None], -torch.inf).topk(self.branches - 1).indices
             self._siblings.append(others if dist.vocab is None else dist.vocab.ids[others])
 
-    def end_behind_weak(self, confidence: float) -> bool:
-        """End the rows whose last token seemed less likely than this; are all rows known to be at their end?"""
+    def end_after_weak(self, confidence: float) -> bool:
+        """End the rows whose last token had a probability below `confidence`; return True if all rows have ended.
+
+        On a GPU the answer would need a synchronisation, and is always False.
+        """
         stop = len(self.tokens) * self.branches
         weak = self._dists[-1].log_prob(self.tokens[-1]).exp() < confidence
         self.lengths = torch.where(weak, self.lengths.clamp_max(stop), self.lengths)
         return is_cpu(self.lengths.device) and bool((self.lengths <= stop).all())
 
     def rows(self) -> AsyncCopy:
-        """Each row's drawn tokens, [B, N], on their way to the host."""
+        """Start copying each row's drawn tokens, [B, N], to the CPU."""
         return AsyncCopy(torch.stack(self.tokens, 1))
 
     def draft(self, *, shared_rng: bool) -> Draft:
-        """As many slots as the longest row has; elsewhere than on the host, where asking would be waiting, as were
-        drawn."""
+        """Make the draft. On a CPU it is as wide as its longest row; on a GPU as wide as was drawn, to avoid a sync."""
         K = int(self.lengths.max()) if is_cpu(self.lengths.device) else len(self.tokens) * self.branches
         slot = torch.arange(K, device=self.lengths.device)
         levels = torch.stack(self.tokens, 1)[..., None]
         if self.branches > 1:
             levels = torch.cat([levels, torch.stack(self._siblings, 1)], -1)
         tokens = levels.flatten(1)[:, :K].masked_fill(slot >= self.lengths[:, None], PAD)
-        dist = _side_by_side(self._dists, self.branches, K)
+        dist = _stacked(self._dists, self.branches, K)
         if self.branches == 1:
             return Draft(tokens, self.lengths, dist, shared_rng=shared_rng)
         parents = torch.where(slot < self.branches, ROOT, (slot // self.branches - 1) * self.branches)
@@ -140,8 +137,8 @@ class Spine:
         )
 
 
-def _side_by_side(dists: list[Distribution], times: int, K: int) -> Distribution:
-    """[B] distributions as one of [B, K], each for as many slots as a node has."""
+def _stacked(dists: list[Distribution], times: int, K: int) -> Distribution:
+    """Stack [B] distributions into one of [B, K], each repeated for the `times` slots of its level."""
 
     def column(parts: list[Tensor]) -> Tensor:
         stacked = torch.stack(parts, 1)
@@ -156,3 +153,15 @@ def _side_by_side(dists: list[Distribution], times: int, K: int) -> Distribution
         dists[0].vocab,
         all(dist.plain for dist in dists),
     )
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """Refuse a setting that is not a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number ≥ {least}; got {value!r}")
+
+
+def check_share(name: str, value: float) -> None:
+    """Refuse a setting that is not a probability."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a probability in [0, 1]; got {value!r}")

@@ -1,4 +1,8 @@
-"""Drafters guess. Nothing they do can change what is emitted, only how fast: provided a draft's distribution is the true one."""
+"""Protocols of a drafter and of the context it sees.
+
+A drafter cannot change the distribution of the output, only the speed, as long as each draft's `q` is the distribution
+its tokens were really drawn from.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,20 +18,20 @@ from draftproof.core.types import Draft
 
 @dataclass(frozen=True, slots=True)
 class TargetFeatures:
-    """What a drafter wants to be shown of the target's passes. Computing it costs, so nothing is shown unasked."""
+    """Outputs of the target's passes that a drafter needs. They cost time, so the default is none."""
 
     layers: tuple[int, ...] = ()
-    """Hidden states after these layers (1 is the first; the last is after the norm)."""
+    """Layers whose hidden states are needed, counted from 1; those of the last layer are taken after the final norm."""
     top: int = 0
-    """How many of the target's most likely tokens at every scored position."""
+    """Number of the target's most likely tokens needed at every scored position."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOutputs:
-    """What the target's last pass showed of the positions that were kept, and nothing of those that were not.
+    """Outputs of the target's last pass at the positions that were kept; rejected positions are left out.
 
-    It scored T tokens of the context, the last of them at index `stop - 1`; row i speaks of tokens[stop - T + i], and
-    `top[i]` holds the target's most likely tokens to *follow* it, the likeliest first; it lies on the host.
+    The pass scored T tokens of the context, the last of them at index `stop - 1`. Row i belongs to
+    tokens[stop - T + i]; `top[i]` holds the target's most likely tokens to *follow* it, most likely first, on the CPU.
     """
 
     stop: int
@@ -37,15 +41,19 @@ class TargetOutputs:
 
 @runtime_checkable
 class Context(Protocol):
-    """All a drafter may know of a row. The context is the truth; what a drafter remembers is only memory."""
+    """One row of the batch as a drafter sees it.
+
+    A drafter may cache what it derives from a context, but must always follow `tokens`: it is not told which of its
+    draft tokens were accepted.
+    """
 
     @property
     def id(self) -> int:
-        """Names the request; never used again for another."""
+        """Identify the request. An id is never used again."""
 
     @property
     def tokens(self) -> Sequence[int]:
-        """Prompt and output so far. Only ever appended to."""
+        """Return prompt and output so far. Tokens are only ever appended."""
 
     @property
     def prompt_length(self) -> int: ...
@@ -54,18 +62,18 @@ class Context(Protocol):
     def sampling(self) -> SamplingParams: ...
 
     @property
-    def shown(self) -> TargetOutputs | None:
-        """What the target showed since this drafter's last proposal for the row, if it asked."""
+    def target_outputs(self) -> TargetOutputs | None:
+        """Return the target's outputs since this drafter's last proposal for the row; None if none were requested."""
 
 
 @runtime_checkable
 class Drafter(Protocol):
     def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
-        """Guess up to k[b] tokens to follow contexts[b]. Shorter is fine, also 0; K is the longest.
+        """Propose up to k[b] tokens to follow contexts[b]; fewer, or none, are allowed. K is the longest row's length.
 
-        Tokens that are drawn are drawn with `core.draw.propose(distribution, noise, j)`, j the slot, and the draft carries that
-        distribution and `shared_noise=noise.shared`. Whether to go on after a token may depend on that token, but what was
-        drawn must be submitted: dropping a token because it looks weak is a bias.
+        Draw the token of slot j with `core.distribution.propose(q, rng, j)`, and return that `q` in the draft together
+        with `shared_rng=rng.shared`. Whether to continue after a token may depend on that token. A drawn token must be
+        submitted: dropping it because it is unlikely is a bias.
         """
 
 
@@ -73,7 +81,7 @@ NOTHING = TargetFeatures()
 
 
 def features_of(drafter: Drafter) -> TargetFeatures:
-    """What this drafter wants to be shown: its `features` attribute, or nothing."""
+    """Return the drafter's `features` attribute, or `NOTHING` if it has none."""
     wanted = getattr(drafter, "features", NOTHING)
     if not isinstance(wanted, TargetFeatures):
         raise ValueError(f"{type(drafter).__name__}.features must be a TargetFeatures; got {wanted!r}")

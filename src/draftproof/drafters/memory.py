@@ -1,4 +1,4 @@
-"""What a drafter remembers of each request: found by its id, forgotten when the request has left the batch."""
+"""State that a drafter keeps per request, and the rule for reusing text between requests."""
 
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -9,38 +9,43 @@ T = TypeVar("T")
 
 
 class Memory(Generic[T]):
-    """One note a request. Nobody tells a drafter that a request is over, so who is not in the batch is taken to be:
-    one that comes back is read anew, which costs time and nothing else."""
+    """One entry per request, found by the request's id.
+
+    A drafter is not told when a request ends, so the entry of a request that is missing from the batch is dropped. If
+    the request comes back, its text is read again, which costs time and nothing else.
+    """
 
     def __init__(self) -> None:
-        self._notes: dict[int, T] = {}
+        self._entries: dict[int, T] = {}
 
     def __len__(self) -> int:
-        return len(self._notes)
+        return len(self._entries)
 
     def forget(self, contexts: Sequence[Context]) -> list[T]:
-        """Drop the notes on all requests but these, and hand them out a last time."""
+        """Drop the entries of all requests but these, and return the dropped entries."""
         present = {context.id for context in contexts}
-        return [self._notes.pop(gone) for gone in [name for name in self._notes if name not in present]]
+        return [self._entries.pop(gone) for gone in [name for name in self._entries if name not in present]]
 
-    def of(self, context: Context, blank: Callable[[], T]) -> T:
-        note = self._notes.get(context.id)
-        if note is None:
-            note = self._notes[context.id] = blank()
-        return note
+    def of(self, context: Context, make: Callable[[], T]) -> T:
+        """Return the request's entry, made with `make` if it has none."""
+        entry = self._entries.get(context.id)
+        if entry is None:
+            entry = self._entries[context.id] = make()
+        return entry
 
 
-class Strangers:
-    """Who may read what earlier requests left behind: those whose seed is new.
+class NewSeeds:
+    """The seeds met so far; only requests with a new seed may use the text of earlier requests.
 
-    A request with the seed of an earlier one throws the same coins. Guessing by a text that those coins have made
-    would make the guess depend on the coins that judge it, which is a bias.
+    A request with the seed of an earlier one uses the same random numbers. If its draft were made from a text that
+    those numbers produced, the draft would depend on the coins that accept or reject it, which is a bias.
     """
 
     def __init__(self) -> None:
         self._seeds: set[int] = set()
 
     def admit(self, seed: int) -> bool:
+        """Record the seed; return True if it is new."""
         new = seed not in self._seeds
         self._seeds.add(seed)
         return new

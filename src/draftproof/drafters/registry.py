@@ -1,4 +1,4 @@
-"""Drafters by name."""
+"""Make a drafter from its name."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -17,9 +17,11 @@ HEAD: Final = "head"
 PROMPT_LOOKUP: Final = "prompt-lookup"
 SUFFIX_HEAD: Final = "suffix+head"
 
-BEST: Final = HEAD
-"""What "auto" is where the package has brought a head for the target."""
-OTHERWISE: Final = "ngram"
+AUTO_WITH_HEAD: Final = HEAD
+"""The drafter that "auto" selects if the package ships a head for the target."""
+
+AUTO_WITHOUT_HEAD: Final = "ngram"
+"""The drafter that "auto" selects otherwise: it works with any target."""
 
 
 def _prompt_lookup(branches: int) -> Drafter:
@@ -33,40 +35,23 @@ DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {
     PROMPT_LOOKUP: _prompt_lookup,
     "suffix": lambda branches: Suffix(branches=branches),
 }
-"""Those that need nothing of the target, made for a number of branches."""
+"""Drafters that need nothing of the target, each made from a number of branches."""
 
 OF_TARGET: Final = (AUTO, EARLY_EXIT, HEAD, SUFFIX_HEAD)
-"""Those that are made of the target or for it: "early-exit:n" of its first n layers, "head:folder" for its states."""
-
-
-def is_name(spec: str) -> bool:
-    """Is this one of our names? What is not may still be the name of a model."""
-    return spec in DRAFTERS or spec.partition(":")[0] in OF_TARGET
-
-
-def meant(spec: str, hf: Any) -> str:
-    """The name that "auto" stands for with this target; any other name is itself."""
-    return spec if spec != AUTO else BEST if _has_head(hf) else OTHERWISE
-
-
-def default_branches(spec: object, rule: object) -> int:
-    """Candidates at a node: one in a chain, and where only one text is copied."""
-    if rule != "tree" or spec == PROMPT_LOOKUP:
-        return 1
-    return 2
+"""Drafters that need the target: "early-exit:n" uses its first n layers, "head:folder" reads its hidden states."""
 
 
 def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf: Any = None) -> Drafter | None:
-    """The drafter of this name, or the drafter itself; None is none. `branches` is for those made here.
+    """Make the drafter of this name; return a `Drafter` or None unchanged.
 
-    `spec` is what a user wrote, so anything may come; what is neither a name, a Drafter nor None is refused. `hf` is
-    the target as transformers knows it: a head needs its embeddings.
+    `spec` comes from the user, so anything that is not a name, a Drafter or None is refused. `branches` applies to
+    drafters made here. `hf` is the target as a transformers model: a head needs its embeddings.
     """
     if spec is None:
         return None
     if not isinstance(spec, str):
         if not isinstance(spec, Drafter):
-            raise ValueError(f"drafter must have a method propose(contexts, k, noise); {type(spec).__name__} has none")
+            raise ValueError(f"drafter must have a method propose(contexts, k, rng); {type(spec).__name__} has none")
         return spec
     if spec in DRAFTERS:
         return DRAFTERS[spec](branches)
@@ -78,8 +63,25 @@ def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf:
         return _early_exit(spec, rest, target, branches)
     if name == AUTO:
         return resolve(meant(spec, hf), target, branches=branches, hf=hf)
-    head = _head(spec, rest, hf, branches, graphs=_records(target))
+    head = _head(spec, rest, hf, branches, graphs=_uses_graphs(target))
     return head if name == HEAD else Switch(Suffix(branches=branches), head)
+
+
+def is_name(spec: str) -> bool:
+    """Tell whether this is the name of a drafter. Any other string may still name a draft model."""
+    return spec in DRAFTERS or spec.partition(":")[0] in OF_TARGET
+
+
+def meant(spec: str, hf: Any) -> str:
+    """Return the name that "auto" stands for with this target; return any other name unchanged."""
+    return spec if spec != AUTO else AUTO_WITH_HEAD if _has_head(hf) else AUTO_WITHOUT_HEAD
+
+
+def default_branches(spec: object, rule: object) -> int:
+    """Return the default number of candidates per node: 2 for a tree, 1 for a chain and for prompt lookup."""
+    if rule != "tree" or spec == PROMPT_LOOKUP:
+        return 1
+    return 2
 
 
 def _early_exit(spec: str, layers: str, target: Model | None, branches: int) -> Drafter:
@@ -94,7 +96,7 @@ def _head(spec: str, folder: str, hf: Any, branches: int, graphs: bool) -> Draft
     from draftproof.drafters.head import HeadDrafter
     from draftproof.models.head.attach import SHIPPED, fitted
 
-    if not _decodes(hf):
+    if not _is_decoder_only(hf):
         raise ValueError(
             f"drafter {spec!r} reads the hidden states of a causal transformers model; the target is a "
             f"{type(hf).__name__}"
@@ -107,19 +109,20 @@ def _head(spec: str, folder: str, hf: Any, branches: int, graphs: bool) -> Draft
     return HeadDrafter(fitted(folder or SHIPPED, hf), branches=branches, graphs=graphs)
 
 
-def _records(target: Model | None) -> bool:
-    """Whether passes are to be recorded: as its target does, so does a head."""
+def _uses_graphs(target: Model | None) -> bool:
+    """Tell whether a head should use CUDA graphs: only if its target does not refuse them."""
     return getattr(getattr(target, "recorder", None), "refusal", None) is None
 
 
 def _has_head(hf: Any) -> bool:
-    if not _decodes(hf):
+    """Tell whether the package ships a head trained on this model."""
+    if not _is_decoder_only(hf):
         return False
     from draftproof.models.head.attach import SHIPPED, shipped_fits
 
     return SHIPPED.is_dir() and shipped_fits(hf)
 
 
-def _decodes(hf: Any) -> bool:
+def _is_decoder_only(hf: Any) -> bool:
     config = getattr(hf, "config", None)
     return config is not None and not config.is_encoder_decoder

@@ -1,7 +1,8 @@
-"""A model drafter's draws: each token and the distribution it was drawn from, in kernels where they run.
+"""Draw a model drafter's tokens, each together with the distribution it was drawn from.
 
-On a GPU the reference takes a hundred small launches for a token, which would cost more than a small model's pass; on
-the host it takes a third of a head's step.
+There are three ways. The reference (`core.sampling.warp_without_sync`, `core.distribution.propose`) serves every
+request. On a GPU it takes about a hundred small launches per token, more than a small model's pass, so the kernels are
+used instead. On a CPU it takes a third of a head's step, so plain temperature sampling of a few rows has a fast path.
 """
 
 import math
@@ -25,8 +26,54 @@ from draftproof.core.types import PAD, History
 from draftproof.drafters.interface import Context
 
 
-def seen(context: Context, device: torch.device) -> History:
-    """On the device once a round; nothing where there is no penalty."""
+@dataclass(slots=True)
+class Draws:
+    """The draws of one round: the same rows with the same sampling parameters, one token after another.
+
+    `vocab` is the drafter's vocabulary if it is smaller than the target's. With shared random numbers its entries must
+    be the target's first tokens in order: those numbers are addressed by token id, which the kernels take to be the
+    index of the logit.
+    """
+
+    samplings: Sequence[SamplingParams]
+    rng: Philox
+    vocab: DraftVocab | None = None
+    _device: "_KernelDraws | None" = field(default=None, init=False)
+    _cpu: "_CpuDraws | None" = field(default=None, init=False)
+
+    def __call__(
+        self, logits: Float[Tensor, "B R"], histories: Sequence[History], j: int
+    ) -> tuple[Distribution, Int[Tensor, " B"]]:
+        """Draw each row's j-th token; return its distribution and the token."""
+        if self.on_cpu_path(logits):
+            if self._cpu is None:
+                self._cpu = _CpuDraws.of(self.samplings[0], self.rng)
+            return self._cpu.draw(logits, j, self.vocab)
+        if self.greedy or not kernels.draws_from(logits):
+            dist = self.distribution(logits, histories)
+            # A greedy row's token is its point mass, so no probabilities need to be written.
+            return dist, dist.point if self.greedy else propose(dist, self.rng, j)
+        if any_edits(self.samplings):
+            logits = edited_without_sync(logits, self.samplings, histories, self.vocab)
+        if self._device is None:
+            self._device = _KernelDraws.of(self.samplings, self.rng, logits)
+        return self._device.draw(logits, self.rng, j, self.vocab)
+
+    def on_cpu_path(self, logits: Float[Tensor, "B R"]) -> bool:
+        """Tell whether the fast CPU path draws from these logits."""
+        return self._cpu is not None or cpu_path_applies(logits, self.samplings, self.rng)
+
+    def distribution(self, logits: Float[Tensor, "B R"], histories: Sequence[History]) -> Distribution:
+        """Return the distribution of each row's next token, computed by the reference."""
+        return warp_without_sync(logits[:, None], self.samplings, histories, self.vocab).first
+
+    @property
+    def greedy(self) -> bool:
+        return all(s.temperature == 0 for s in self.samplings)
+
+
+def penalty_history(context: Context, device: torch.device) -> History:
+    """Copy the row's prompt and output to the device for the penalties; empty if the request has none."""
     if not context.sampling.penalises:
         return History([], [])
     n = context.prompt_length
@@ -34,8 +81,8 @@ def seen(context: Context, device: torch.device) -> History:
     return History(*(to_device(list(part), device) for part in parts))
 
 
-def grown(histories: list[History], samplings: Sequence[SamplingParams], drafted: list[Tensor]) -> list[History]:
-    """The same with the drafted tokens behind it."""
+def with_drafted(histories: list[History], samplings: Sequence[SamplingParams], drafted: list[Tensor]) -> list[History]:
+    """Append the tokens drafted so far to each row's output."""
     if not drafted or not any(sampling.penalises for sampling in samplings):
         return histories
     rows = torch.stack(drafted, 1)
@@ -45,155 +92,121 @@ def grown(histories: list[History], samplings: Sequence[SamplingParams], drafted
     ]
 
 
-Pairs = list[list[float]]
-"""Two numbers a row: which chunk, and which token in it."""
+def cpu_path_applies(logits: Float[Tensor, "B R"], samplings: Sequence[SamplingParams], rng: Philox) -> bool:
+    """Tell whether the fast CPU path applies.
 
-AHEAD: Final = torch.arange(8)
-"""Tokens whose numbers are made at the same time: those of eight cost as much as those of one."""
-
-LANE: Final = torch.zeros_like(AHEAD)
-
-
-@dataclass(frozen=True, slots=True)
-class HostDraws:
-    """Of one round. `blank`: each row's distribution, but for logits and log-sum-exp; `_numbers`: the noise of each token, for
-    all rows."""
-
-    rng: Philox
-    scale: float
-    slope: float
-    blank: tuple[Float[Tensor, " B"], Float[Tensor, " B"], Int[Tensor, " B"]]
-    _numbers: dict[int, Pairs] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, sampling: SamplingParams, rng: Philox) -> "HostDraws":
-        scale, rows = 1.0 / sampling.temperature, len(rng.seeds)
-        blank = (
-            torch.full((rows,), scale, dtype=torch.float64),
-            torch.full((rows,), -torch.inf),
-            torch.full((rows,), PAD, dtype=torch.long),
-        )
-        return cls(rng, scale, float(np.float32(scale * LOG2_E)), blank)
-
-    def draw(
-        self, logits: Float[Tensor, "B R"], j: int, vocab: DraftVocab | None
-    ) -> tuple[Distribution, Int[Tensor, " B"]]:
-        """The distribution of each row's j-th token, and a draw from it."""
-        peaks = logits.amax(-1)
-        offsets = peaks * -self.slope
-        weights = torch.add(offsets[:, None], logits, alpha=self.slope).exp2_()
-        sums = chunk_sums(weights).numpy()
-        pairs = self._pairs(j)
-        rows = zip(weights.numpy(), sums, pairs, strict=True)
-        entries = torch.tensor([pick(row, chunks, *pair) for row, chunks, pair in rows])
-        totals = sums.sum(-1, dtype=np.float64).tolist()
-        numbers = zip(totals, peaks.tolist(), offsets.tolist(), strict=True)
-        lse = torch.tensor([self._log_sum_exp(*row) for row in numbers], dtype=torch.float64)
-        scales, cutoffs, points = self.blank
-        dist = Distribution(logits, scales, cutoffs, lse, points, vocab, plain=True)
-        return dist, entries if vocab is None else vocab.ids[entries]
-
-    def _pairs(self, j: int) -> Pairs:
-        if j not in self._numbers:
-            numbers = self.rng.pairs(Purpose.DRAFT, LANE, j + AHEAD).permute(2, 1, 0).tolist()
-            self._numbers.update(enumerate(numbers, j))
-        return self._numbers[j]
-
-    def _log_sum_exp(self, total: float, peak: float, offset: float) -> float:
-        """Out of Σ 2^(slope · logit + offset), as `core.distribution.log_sum_exp` has it; NaN where the row is no distribution."""
-        if not math.isfinite(peak):
-            return math.nan
-        return self.scale * peak - (self.slope * peak + offset) / LOG2_E + math.log(total)
-
-
-def drawable(logits: Float[Tensor, "B R"], samplings: Sequence[SamplingParams], rng: Philox) -> bool:
-    """Are these few rows on the host, each by the same temperature and nothing else, with noise of their own?"""
+    It needs few float32 rows on the CPU, one temperature, no filters or penalties, and independent random numbers.
+    """
     return (
         is_cpu(logits.device)
         and logits.dtype == torch.float32
         and len(samplings) <= ROW_BY_ROW
         and not rng.shared
-        and all(_only_warm(sampling) for sampling in samplings)
+        and all(_only_temperature(sampling) for sampling in samplings)
         and len({sampling.temperature for sampling in samplings}) == 1
     )
 
 
-def _only_warm(sampling: SamplingParams) -> bool:
+def _only_temperature(sampling: SamplingParams) -> bool:
     unfiltered = sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0
     return sampling.temperature > 0 and unfiltered and not sampling.penalises and not sampling.logit_bias
 
 
-@dataclass(slots=True)
-class Draws:
-    """Of one round: the same rows, sampled in the same way, one token after another.
+UniformPairs = list[list[float]]
+"""Two random numbers per row: one picks the chunk of the vocabulary, the other the token in it."""
 
-    `vocab`, where the drafter has fewer tokens than the target: its entries must be the target's first tokens in order,
-    as noise is thrown by the target's names and the kernels by the logits' places.
-    """
+AHEAD: Final = torch.arange(8)
+"""Offsets of the tokens whose random numbers are made in one call: eight cost as much as one."""
 
-    samplings: Sequence[SamplingParams]
-    rng: Philox
-    vocab: DraftVocab | None = None
-    _device: "_OnDevice | None" = field(default=None, init=False)
-    _host: HostDraws | None = field(default=None, init=False)
-
-    def __call__(
-        self, logits: Float[Tensor, "B R"], histories: Sequence[History], j: int
-    ) -> tuple[Distribution, Int[Tensor, " B"]]:
-        """The distribution of each row's j-th token, and a draw from it."""
-        if self.on_host(logits):
-            if self._host is None:
-                self._host = HostDraws.of(self.samplings[0], self.rng)
-            return self._host.draw(logits, j, self.vocab)
-        if self.greedy or not kernels.draws_from(logits):
-            dist = self.dist(logits, histories)
-            # from point masses there is nothing to draw, and no need to write them out first
-            return dist, dist.point if self.greedy else propose(dist, self.rng, j)
-        if any_edits(self.samplings):
-            logits = edited_without_sync(logits, self.samplings, histories, self.vocab)
-        if self._device is None:
-            self._device = _OnDevice.of(self.samplings, self.rng, logits)
-        return self._device.draw(logits, self.rng, j, self.vocab)
-
-    def on_host(self, logits: Float[Tensor, "B R"]) -> bool:
-        """Are distribution and token made at once there?"""
-        return self._host is not None or drawable(logits, self.samplings, self.rng)
-
-    def dist(self, logits: Float[Tensor, "B R"], histories: Sequence[History]) -> Distribution:
-        """The distribution of each row's next token, by the reference."""
-        return warp_without_sync(logits[:, None], self.samplings, histories, self.vocab).first
-
-    @property
-    def greedy(self) -> bool:
-        return all(s.temperature == 0 for s in self.samplings)
+LANES: Final = torch.zeros_like(AHEAD)
 
 
 @dataclass(frozen=True, slots=True)
-class _OnDevice:
-    """What the kernels are given for every token of a round."""
+class _CpuDraws:
+    """The fast CPU path: distribution and token of each row from one pass over the logits.
+
+    `constants` are scale, cutoff and point, which do not change during the round. `_pairs` caches the random
+    numbers of each token for all rows.
+
+    Reference: core/sampling.warp and core/distribution.Distribution.draw.
+    """
+
+    rng: Philox
+    scale: float
+    slope: float
+    constants: tuple[Float[Tensor, " B"], Float[Tensor, " B"], Int[Tensor, " B"]]
+    _pairs: dict[int, UniformPairs] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, rng: Philox) -> "_CpuDraws":
+        scale, rows = 1.0 / sampling.temperature, len(rng.seeds)
+        constants = (
+            torch.full((rows,), scale, dtype=torch.float64),
+            torch.full((rows,), -torch.inf),
+            torch.full((rows,), PAD, dtype=torch.long),
+        )
+        return cls(rng, scale, float(np.float32(scale * LOG2_E)), constants)
+
+    def draw(
+        self, logits: Float[Tensor, "B R"], j: int, vocab: DraftVocab | None
+    ) -> tuple[Distribution, Int[Tensor, " B"]]:
+        """Draw each row's j-th token; return its distribution and the token."""
+        peaks = logits.amax(-1)
+        offsets = peaks * -self.slope
+        weights = torch.add(offsets[:, None], logits, alpha=self.slope).exp2_()
+        sums = chunk_sums(weights).numpy()
+        rows = zip(weights.numpy(), sums, self._uniforms(j), strict=True)
+        entries = torch.tensor([pick(row, chunks, *pair) for row, chunks, pair in rows])
+        totals = sums.sum(-1, dtype=np.float64).tolist()
+        numbers = zip(totals, peaks.tolist(), offsets.tolist(), strict=True)
+        lse = torch.tensor([self._log_sum_exp(*row) for row in numbers], dtype=torch.float64)
+        scales, cutoffs, points = self.constants
+        dist = Distribution(logits, scales, cutoffs, lse, points, vocab, plain=True)
+        return dist, entries if vocab is None else vocab.ids[entries]
+
+    def _uniforms(self, j: int) -> UniformPairs:
+        if j not in self._pairs:
+            numbers = self.rng.pairs(Purpose.DRAFT, LANES, j + AHEAD).permute(2, 1, 0).tolist()
+            self._pairs.update(enumerate(numbers, j))
+        return self._pairs[j]
+
+    def _log_sum_exp(self, total: float, peak: float, offset: float) -> float:
+        """Compute a row's log-sum-exp from Σ 2^(slope · logit + offset); NaN if the row is not a distribution.
+
+        Reference: core/distribution.log_sum_exp.
+        """
+        if not math.isfinite(peak):
+            return math.nan
+        return self.scale * peak - (self.slope * peak + offset) / LOG2_E + math.log(total)
+
+
+@dataclass(frozen=True, slots=True)
+class _KernelDraws:
+    """The kernels' arguments that stay the same for every token of a round."""
 
     parameters: kernels.Parameters
     workspace: kernels.Workspace
     scale: Float[Tensor, " B"]
     greedy: Bool[Tensor, " B"] | None
-    """None where no row is."""
+    """The greedy rows; None if there are none."""
 
     @classmethod
-    def of(cls, samplings: Sequence[SamplingParams], rng: Philox, logits: Float[Tensor, "B R"]) -> "_OnDevice":
+    def of(cls, samplings: Sequence[SamplingParams], rng: Philox, logits: Float[Tensor, "B R"]) -> "_KernelDraws":
         B, device = len(samplings), logits.device
         nothing = torch.zeros(B, dtype=torch.long, device=device)
         parameters = kernels.Parameters.of(samplings, samplings, seeds=rng.seeds, positions=rng.starts, lengths=nothing)
-        cold = [s.temperature == 0 for s in samplings]
+        greedy = [s.temperature == 0 for s in samplings]
         return cls(
             parameters,
             kernels.Workspace.empty(B, 0, logits.shape[-1], device, filtered=parameters.filtered),
             to_device([1.0 / (s.temperature or 1.0) for s in samplings], device, torch.float64),
-            to_device(cold, device, torch.bool) if any(cold) else None,
+            to_device(greedy, device, torch.bool) if any(greedy) else None,
         )
 
     def draw(
         self, logits: Float[Tensor, "B R"], rng: Philox, j: int, vocab: DraftVocab | None
     ) -> tuple[Distribution, Int[Tensor, " B"]]:
+        """Draw each row's j-th token with the kernels; return its distribution and the token."""
         from draftproof.kernels.draw_rows import draw_rows
 
         if rng.shared:

@@ -1,4 +1,4 @@
-"""Two drafters, one for each row: where the text repeats itself the one that copies, elsewhere the other."""
+"""Choose one of two drafters for each row: the one that copies where the text repeats itself, otherwise the other."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,18 +15,18 @@ from draftproof.core.types import PAD, Draft
 from draftproof.drafters.build import check_count
 from draftproof.drafters.interface import Context, Drafter, TargetFeatures, features_of
 
-ENOUGH: Final = 16
-"""Tokens that `Suffix` drafts behind a match of about a quarter as many."""
+MIN_COPIED: Final = 16
+"""Tokens that `copying` must be able to copy to be chosen; `Suffix` copies them after a match of about a quarter."""
 
 
 class Switch:
-    """Drafts by `copying` where it would copy at least `enough` tokens, by `other` elsewhere.
+    """Drafter that uses `copying` where it would copy at least `enough` tokens, and `other` otherwise.
 
-    Which of the two drafts is decided from the context alone: what `copying` guesses must be chosen, never drawn, and
-    depend on nothing else. Both are asked in every round, so that both can follow the text.
+    The choice must depend on the context alone. So the tokens of `copying` must be chosen and not drawn, and be a
+    function of the context. Both drafters are called in every round, so that both can follow the text.
     """
 
-    def __init__(self, copying: Drafter, other: Drafter, *, enough: int = ENOUGH) -> None:
+    def __init__(self, copying: Drafter, other: Drafter, *, enough: int = MIN_COPIED) -> None:
         check_count("enough", enough, 1)
         one, two = features_of(copying), features_of(other)
         if one.layers and one.layers != two.layers:
@@ -35,47 +35,47 @@ class Switch:
         self._copying, self._other, self._enough = copying, other, enough
 
     def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
-        """Up to k[b] tokens; see `Drafter`."""
-        # more than is wanted is asked for: how much it would copy shows how long the match is
-        wide = [max(most, self._enough) if most else 0 for most in k]
-        copied = self._copying.propose(contexts, wide, _on_host(rng, contexts))
+        """Propose up to k[b] tokens for each row; see `Drafter`."""
+        # At least `enough` tokens are requested, because the length of the copy tells the length of the match.
+        requested = [max(most, self._enough) if most else 0 for most in k]
+        copied = self._copying.propose(contexts, requested, _on_cpu(rng, contexts))
         if copied.q is not None:
-            raise ValueError(f"{type(self._copying).__name__} draws its tokens: only what is chosen may be left out")
+            raise ValueError(f"{type(self._copying).__name__} draws its tokens: only chosen tokens may be dropped")
         copies = (copied.lengths.numpy() >= self._enough).tolist()
-        drafted = self._other.propose(contexts, [0 if mine else n for mine, n in zip(copies, k, strict=True)], rng)
+        drafted = self._other.propose(contexts, [0 if copy else n for copy, n in zip(copies, k, strict=True)], rng)
         if not any(copies):
             return drafted
-        wanted = torch.tensor([most if mine else 0 for mine, most in zip(copies, k, strict=True)])
-        return merged(_sent(_cut(copied, wanted), drafted.tokens.device), drafted)
+        wanted = torch.tensor([n if copy else 0 for copy, n in zip(copies, k, strict=True)])
+        return merged(_to_device(_truncated(copied, wanted), drafted.tokens.device), drafted)
 
 
 def merged(one: Draft, other: Draft) -> Draft:
-    """One draft of two, at least one of which is empty in every row. What `one` has was chosen."""
+    """Merge two drafts row by row; in every row at least one must be empty, and the tokens of `one` must be chosen."""
     K = max(one.tokens.shape[1], other.tokens.shape[1])
     first = one.lengths > 0
     parents = None
     if one.parents is not None or other.parents is not None:
-        parents = torch.where(first[:, None], _wide(_parents(one), K), _wide(_parents(other), K))
-    tokens = torch.where(first[:, None], _wide(one.tokens, K), _wide(other.tokens, K))
+        parents = torch.where(first[:, None], _padded(_parents(one), K), _padded(_parents(other), K))
+    tokens = torch.where(first[:, None], _padded(one.tokens, K), _padded(other.tokens, K))
     made = Draft(tokens, one.lengths + other.lengths, parents=parents, shared_rng=other.shared_rng)
     if other.q is None:
         return made
     drawn = torch.ones_like(other.tokens, dtype=torch.bool) if other.drawn is None else other.drawn
-    if is_cpu(first.device) and not bool(first.any()):  # elsewhere looking would be waiting
+    if is_cpu(first.device) and not bool(first.any()):  # on a GPU this test would need a synchronisation
         return replace(made, q=other.q, drawn=other.drawn)
-    return replace(made, q=_longer(other.q, K), drawn=_mask(drawn, K) & ~first[:, None])
+    return replace(made, q=_padded_distribution(other.q, K), drawn=_padded_mask(drawn, K) & ~first[:, None])
 
 
-def _on_host(rng: Philox, contexts: Sequence[Context]) -> Philox:
-    """The same noise where its numbers can be looked at: a draft that is made of it lies there too."""
+def _on_cpu(rng: Philox, contexts: Sequence[Context]) -> Philox:
+    """Return the same random numbers on the CPU, so that the copied draft can be read without a synchronisation."""
     if is_cpu(rng.seeds.device):
         return rng
     seeds = torch.tensor([context.sampling.seed or 0 for context in contexts])
     return Philox(seeds, torch.tensor([len(context.tokens) for context in contexts]), rng.shared)
 
 
-def _cut(draft: Draft, lengths: Int[Tensor, " B"]) -> Draft:
-    """The first so many slots of each row, on the host: of what was chosen any part may be left out."""
+def _truncated(draft: Draft, lengths: Int[Tensor, " B"]) -> Draft:
+    """Keep the first lengths[b] slots of each row of a draft on the CPU; chosen tokens may be dropped freely."""
     lengths = draft.lengths.minimum(lengths)
     K = int(lengths.numpy().max())
     beyond = torch.arange(K, device=lengths.device) >= lengths[:, None]
@@ -83,28 +83,29 @@ def _cut(draft: Draft, lengths: Int[Tensor, " B"]) -> Draft:
     return Draft(draft.tokens[:, :K].masked_fill(beyond, PAD), lengths, parents=parents)
 
 
-def _sent(draft: Draft, device: torch.device) -> Draft:
-    """What was chosen, on the device."""
+def _to_device(draft: Draft, device: torch.device) -> Draft:
+    """Copy a draft of chosen tokens to the device."""
     tokens, lengths = (part.to(device, non_blocking=True) for part in (draft.tokens, draft.lengths))
     parents = None if draft.parents is None else draft.parents.to(device, non_blocking=True)
     return Draft(tokens, lengths, parents=parents)
 
 
 def _parents(draft: Draft) -> Int[Tensor, "B K"]:
+    """Return the parent of every slot, also for a chain."""
     B, K = draft.tokens.shape
     return torch.arange(-1, K - 1, device=draft.tokens.device).expand(B, K) if draft.parents is None else draft.parents
 
 
-def _wide(slots: Int[Tensor, "B k"], K: int) -> Int[Tensor, "B K"]:
+def _padded(slots: Int[Tensor, "B k"], K: int) -> Int[Tensor, "B K"]:
     return torch.nn.functional.pad(slots, (0, K - slots.shape[1]), value=PAD)
 
 
-def _mask(drawn: Bool[Tensor, "B k"], K: int) -> Bool[Tensor, "B K"]:
+def _padded_mask(drawn: Bool[Tensor, "B k"], K: int) -> Bool[Tensor, "B K"]:
     return torch.nn.functional.pad(drawn, (0, K - drawn.shape[1]))
 
 
-def _longer(dist: Distribution, K: int) -> Distribution:
-    """The same distributions, with any behind them: slots that nothing was drawn for want a distribution that is one."""
+def _padded_distribution(dist: Distribution, K: int) -> Distribution:
+    """Pad to K positions by repeating position 0, so that every slot holds a valid distribution."""
     more = K - dist.lse.shape[1]
     if more == 0:
         return dist

@@ -69,7 +69,7 @@ class Batch:
     def _account(self, emitted: list[Emitted], clock: Clock) -> None:
         for session, row in zip(self.rows, emitted, strict=True):
             session.stats.note(row.drafted, row.accepted)
-            session.shown = row.shown
+            session.target_outputs = row.target_outputs
             self.pace.observe(session, row.drafted, row.accepted)
             for stage, seconds in clock.seconds.items():
                 session.stats.seconds[stage] += seconds / len(self.rows)
@@ -100,7 +100,7 @@ def read(sessions: Sequence[Session], parts: Parts) -> Cache:
         for b, session in enumerate(sessions):
             if forward.hidden:
                 n = len(session.tokens) - 1
-                session.shown = TargetOutputs(n, None, tuple(states[b, :n] for states in forward.hidden))
+                session.target_outputs = TargetOutputs(n, None, tuple(states[b, :n] for states in forward.hidden))
     return cache
 
 

@@ -11,12 +11,11 @@ from draftproof.drafters.interface import Drafter, features_of
 from draftproof.engine.batch import Batch, Encoder
 from draftproof.engine.draft_length import AutoLength, DraftLengthPolicy, FixedLength
 from draftproof.engine.request import Allowed, Chunk, Emission, Output, Request, Session
-from draftproof.engine.round import Emitted, NoDrafter, Parts, TargetDistributions, warped_targets
+from draftproof.engine.round import Emitted, NoDrafter, Parts, TargetDistributions
 from draftproof.engine.stop import cut
 from draftproof.models.interface import Model
 from draftproof.models.tokenizer import Detokenizer, Prompt, TextStream, Tokenizer, each, encode
 from draftproof.rules import RULES, Verifier, resolve
-from draftproof.rules.coupled import coupled
 
 FIELDS: Final = tuple(f.name for f in fields(SamplingParams))
 
@@ -190,12 +189,8 @@ class Engine:
         session.stats.emitted += len(kept)
         session.logprobs += emitted.logprobs[: len(kept)]
         emission.text += text
-        if emitted.fault and session.finish_reason is None:
-            session.finish_reason = "error"
-            session.error = (
-                f"request {session.id}: the scores behind token {len(session.tokens)} are no distribution: the model gave NaN "
-                "or infinity, or its grammar allows no token there"
-            )
+        if emitted.fault is not None and session.finish_reason is None:
+            session.finish_reason, session.error = "error", f"request {session.id}: {emitted.fault}"
 
     def _emission(self, request: Request) -> Emission:
         stream = None
@@ -265,13 +260,13 @@ class Engine:
 
 
 def parts(
-    model: Model, drafter: Drafter | None, rule: str | Verifier, dists: TargetDistributions = warped_targets
+    model: Model, drafter: Drafter | None, rule: str | Verifier, targets: TargetDistributions | None = None
 ) -> Parts:
-    """What the rounds are made of. No drafter is plain decoding, whatever the rule."""
-    verify = resolve(rule)
+    """Put together what rounds are made of. No drafter is plain decoding, whatever the rule."""
+    coupled = resolve(rule) is RULES["coupled"]
     if drafter is None:
-        return Parts(model, NoDrafter(), coupled, features_of(NoDrafter()), shared=False, dists=dists)
-    return Parts(model, drafter, verify, features_of(drafter), shared=verify is RULES["coupled"], dists=dists)
+        return Parts(model, NoDrafter(), "coupled", features_of(NoDrafter()), shared=False, targets=targets)
+    return Parts(model, drafter, rule, features_of(drafter), shared=coupled, targets=targets)
 
 
 def draft_length_policy(num_draft_tokens: int | str) -> DraftLengthPolicy:

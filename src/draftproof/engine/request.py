@@ -95,7 +95,7 @@ class Session:
     request: Request
     tokens: list[int]
     id: int = field(default_factory=lambda: next(_ids))
-    shown: TargetOutputs | None = None
+    target_outputs: TargetOutputs | None = None
     stats: Stats = field(default_factory=Stats)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None

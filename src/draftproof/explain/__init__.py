@@ -1,1 +1,1 @@
-"""What happened in every round, and why: recorded by watching the rule, told on a terminal or as a page."""
+"""Explain every round of a generation: record what the rule decided, and show it on a terminal or as a page."""

@@ -1,5 +1,5 @@
 "use strict";
-// Small pieces of the page: elements, token labels, bars and plots. They know nothing of what is selected.
+// Drawing functions of the page: elements, token labels, bars and plots. They do not depend on the selection.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -20,7 +20,7 @@ function svg(tag, options = {}, ...children) {
   return node;
 }
 
-// A token with its blanks made visible: they are part of it.
+// A token with its whitespace made visible.
 function token(label) {
   const parts = [];
   for (const piece of label.split(/(\s)/)) {
@@ -37,7 +37,7 @@ function number(x) {
   return String(Number(x.toFixed(3)));
 }
 
-// p, q and what is left over, for each token that matters; `marks` maps a token to a remark.
+// Bars for p, q and the residual of each candidate; `marks` maps a token to a remark.
 function bars(candidates, marks, hasDraft) {
   const largest = Math.max(1e-9, ...candidates.map((c) => Math.max(c.p, hasDraft ? c.q : 0)));
   const bar = (kind, x) => {
@@ -54,7 +54,7 @@ function bars(candidates, marks, hasDraft) {
   });
 }
 
-// The line from 0 to 1: where the coin must fall for a token to stay, and where it fell.
+// The interval from 0 to 1: the range of coins that keep the token, and the coin.
 function coinLine(chance, coin, judged, kept) {
   const width = 400, left = 14, span = width - 2 * left;
   const x = (value) => left + span * Math.min(1, value);
@@ -66,7 +66,7 @@ function coinLine(chance, coin, judged, kept) {
     svg("line", { x1: x(chance), x2: x(chance), y1: 38, y2: 68, stroke: "var(--kept)", "stroke-width": 2 }),
   );
   const end = chance > 0.8 ? "end" : chance < 0.2 ? "start" : "middle";
-  drawing.append(svg("text", { x: x(chance), y: 84, "text-anchor": end }, `stays below ${number(chance)}`));
+  drawing.append(svg("text", { x: x(chance), y: 84, "text-anchor": end }, `kept below ${number(chance)}`));
   drawing.append(svg("text", { x: left, y: 104, "text-anchor": "start" }, "0"), svg("text", { x: width - left, y: 104, "text-anchor": "end" }, "1"));
   if (!judged) return drawing;
   const side = coin > 0.8 ? "end" : coin < 0.2 ? "start" : "middle";
@@ -77,7 +77,7 @@ function coinLine(chance, coin, judged, kept) {
   return drawing;
 }
 
-// A column for each place in a draft: how often a guess stood there, and how often it was kept.
+// A column for each position of a draft: how many guesses were made there, and how many were kept.
 function positionPlot(positions) {
   const gap = 58, height = 150, top = 22, base = 118;
   const width = Math.max(320, positions.length * gap + 40);

@@ -1,4 +1,4 @@
-"""A recorded run put together: the text by where its tokens came from, the rounds, and what was said of each."""
+"""Put a recorded run together: its text by origin of each token, its rounds and their stories; as JSON or as a page."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from draftproof.models.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All that a terminal or a page shows. `settings` are lines of what was asked, in order."""
+    """A recorded run, ready to be shown. `settings` are the options of the run, in order of display."""
 
     prompt: str
     settings: dict[str, str]
@@ -28,15 +28,16 @@ class Explanation:
         return label(self.tokenizer, token)
 
     def name(self, token: int) -> str:
+        """Return a token as it is quoted in a sentence."""
         return f"“{visible(self.label(token))}”"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON and for the page."""
-        said = 0
+        """Return the data of the page and of `explain --json`."""
+        emitted = 0
         rounds = []
         for round_ in self.rounds:
-            rounds.append(_round(self, round_, len(self.output) - said))
-            said += len(round_.tokens)
+            rounds.append(_round(self, round_, len(self.output) - emitted))
+            emitted += len(round_.tokens)
         return {
             "prompt": self.prompt,
             "settings": self.settings,
@@ -55,24 +56,60 @@ class Explanation:
         }
 
 
+def write_page(explanation: Explanation, path: Path) -> Path:
+    """Write the page to a file, creating its folder if necessary, and return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(explanation), encoding="utf-8")
+    return path
+
+
+def page(explanation: Explanation) -> str:
+    """Return the explanation as one self-contained HTML page."""
+    parts = {
+        "/*STYLE*/": _part("page.css"),
+        "/*SCRIPT*/": "\n".join(_part(name) for name in ("drawing.js", "page.js")),
+        "/*DATA*/": _embedded_json(explanation),
+    }
+    html = _part("page.html")
+    for mark, part in parts.items():  # the data come last: generated text may contain the other marks
+        html = html.replace(mark, part)
+    return html
+
+
+def _part(name: str) -> str:
+    return (files("draftproof.explain") / name).read_text(encoding="utf-8")
+
+
+def _embedded_json(explanation: Explanation) -> str:
+    """Return the data as JSON without "<", so that it cannot end its script element."""
+    return json.dumps(explanation.as_dict(), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+
+
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """A token on its own. One that is only part of a character reads as �."""
+    """Decode one token by itself. A token that is only part of a character gives �."""
     text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
 
 def visible(text: str) -> str:
-    """Line breaks and leading blanks, which a sentence or a small box would swallow."""
+    """Replace line breaks and tabs, which would not show inside a line, by symbols."""
     return text.replace("\n", "⏎").replace("\t", "⇥")
 
 
-def _round(explanation: Explanation, round_: Round, room: int) -> dict[str, Any]:
-    """`room`: how many of its tokens were said. A text may end inside a round."""
-    words, name = explanation.label, explanation.name
+def origin(round_: Round) -> str:
+    """Return the origin of a round's last token: "plain" if nothing was drafted, else "residual" or "bonus"."""
+    if not round_.slots:
+        return "plain"
+    return "residual" if round_.closing.after_rejection else "bonus"
+
+
+def _round(explanation: Explanation, round_: Round, emitted: int) -> dict[str, Any]:
+    """Return the data of a round of which `emitted` tokens are part of the text, which may end inside a round."""
+    text_of, name = explanation.label, explanation.name
     slots = [
         {
             "token": slot.token,
-            "label": words(slot.token),
+            "label": text_of(slot.token),
             "p": slot.p,
             "q": slot.q,
             "ratio": slot.ratio,
@@ -81,8 +118,8 @@ def _round(explanation: Explanation, round_: Round, room: int) -> dict[str, Any]
             "judged": slot.judged,
             "fate": round_.fate(i),
             "drawn": slot.drawn,
-            "said": slot.kept and i < room,
-            "candidates": _candidates(slot.candidates, words),
+            "said": slot.kept and i < emitted,
+            "candidates": _candidates(slot.candidates, text_of),
             "story": about_slot(round_, i, name)._asdict(),
         }
         for i, slot in enumerate(round_.slots)
@@ -94,31 +131,26 @@ def _round(explanation: Explanation, round_: Round, room: int) -> dict[str, Any]
         "as_block": round_.as_block,
         "closing": {
             "token": closing.token,
-            "label": words(closing.token),
+            "label": text_of(closing.token),
             "p": closing.p,
             "chance": closing.chance,
             "weight": closing.weight,
             "origin": origin(round_),
-            "said": round_.kept < room,
-            "candidates": _candidates(closing.candidates, words),
+            "said": round_.kept < emitted,
+            "candidates": _candidates(closing.candidates, text_of),
             "story": about_closing(round_, name)._asdict(),
         },
     }
 
 
-def origin(round_: Round) -> str:
-    """Where a closing token came from: "plain" without a draft, "residual" after a rejection, else "bonus"."""
-    if not round_.slots:
-        return "plain"
-    return "residual" if round_.closing.after_rejection else "bonus"
-
-
-def _candidates(candidates: Iterable[Candidate], words: Callable[[int], str]) -> list[dict[str, Any]]:
-    return [{"token": c.token, "label": words(c.token), "p": c.p, "q": c.q, "residual": c.residual} for c in candidates]
+def _candidates(candidates: Iterable[Candidate], text_of: Callable[[int], str]) -> list[dict[str, Any]]:
+    return [
+        {"token": c.token, "label": text_of(c.token), "p": c.p, "q": c.q, "residual": c.residual} for c in candidates
+    ]
 
 
 def _positions(rounds: list[Round]) -> list[dict[str, int]]:
-    """For each place in a draft: how often a token stood there, how often it was kept."""
+    """Count, for each position of a draft, the tokens drafted there and those kept."""
     longest = max((len(r.slots) for r in rounds), default=0)
     return [
         {"drafted": sum(len(r.slots) > i for r in rounds), "kept": sum(r.kept > i for r in rounds)}
@@ -127,41 +159,14 @@ def _positions(rounds: list[Round]) -> list[dict[str, int]]:
 
 
 def _pieces(explanation: Explanation) -> Iterable[dict[str, Any]]:
-    """The text, token by token: characters go with the token that completes them, and `slot` -1 closes a round."""
+    """Yield the text token by token. A character belongs to the token that completes it; slot -1 is the last token."""
     stream = Detokenizer(explanation.tokenizer)
-    places = [
+    tokens = [
         (r, i if i < round_.kept else -1, token)
         for r, round_ in enumerate(explanation.rounds)
         for i, token in enumerate(round_.tokens)
     ]
-    for (r, slot, token), _ in zip(places, explanation.output, strict=False):
-        where = "draft" if slot >= 0 else origin(explanation.rounds[r])
-        yield {"text": stream.push(token), "label": explanation.label(token), "round": r, "slot": slot, "origin": where}
-
-
-def write_page(explanation: Explanation, path: Path) -> Path:
-    """Write the page, and the folder it stands in where that is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(explanation), encoding="utf-8")
-    return path
-
-
-def page(explanation: Explanation) -> str:
-    parts = {
-        "/*STYLE*/": _part("page.css"),
-        "/*SCRIPT*/": "\n".join(_part(name) for name in ("drawing.js", "page.js")),
-        "/*DATA*/": _embedded(explanation),
-    }
-    made = _part("page.html")
-    for mark, part in parts.items():  # the data come last: what the model said may contain anything
-        made = made.replace(mark, part)
-    return made
-
-
-def _part(name: str) -> str:
-    return (files("draftproof.explain") / name).read_text(encoding="utf-8")
-
-
-def _embedded(explanation: Explanation) -> str:
-    """JSON that cannot end its script element."""
-    return json.dumps(explanation.as_dict(), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    for (r, slot, token), _ in zip(tokens, explanation.output, strict=False):
+        source = "draft" if slot >= 0 else origin(explanation.rounds[r])
+        text = stream.push(token)
+        yield {"text": text, "label": explanation.label(token), "round": r, "slot": slot, "origin": source}

@@ -1,4 +1,4 @@
-// The page: what is selected, and how it shows. `slot` -1 is the token that closes a round.
+// The page: the selection and how it is shown. `slot` -1 is the last token of a round.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const at = (id) => document.getElementById(id);
@@ -7,20 +7,20 @@ const selected = { round: 0, slot: -1 };
 const ORIGINS = {
   draft: ["a guess that was kept", "kept"],
   residual: ["drawn in place of a rejected guess", "residual"],
-  bonus: ["free token: the whole draft stood", "bonus"],
+  bonus: ["free token: the whole draft was kept", "bonus"],
   plain: ["nothing was guessed", "plain"],
 };
-const FATES = { kept: "kept", rejected: "rejected", dropped: "not looked at" };
+const FATES = { kept: "kept", rejected: "rejected", dropped: "dropped" };
 const CLOSINGS = { residual: "replacement", bonus: "free token", plain: "no guess" };
 
 const plural = (n, one, many = `${one}s`) => `${n} ${n === 1 ? one : many}`;
 
 function describe() {
   const s = data.summary;
-  const stood = s.drafted ? ` Of ${plural(s.drafted, "guess", "guesses")}, ${s.accepted} stood (${Math.round(100 * s.acceptance_rate)} %).` : "";
+  const kept = s.drafted ? ` Of ${plural(s.drafted, "guess", "guesses")}, ${s.accepted} were kept (${Math.round(100 * s.acceptance_rate)} %).` : "";
   at("lede").append(
     el("b", {}, plural(s.tokens, "token")), " in ", el("b", {}, plural(s.passes, "pass", "passes")),
-    ` of the target, where plain decoding needs ${plural(s.tokens, "pass", "passes")}.${stood}`,
+    ` of the target, where plain decoding needs ${plural(s.tokens, "pass", "passes")}.${kept}`,
   );
   for (const [name, value] of Object.entries(data.settings)) {
     at("settings").append(el("div", {}, el("dt", {}, name), el("dd", {}, value)));
@@ -34,7 +34,7 @@ function writeText() {
   text.classList.toggle("code", whole.includes("```") || /\n {4}/.test(whole));
   const seen = new Set();
   for (const piece of data.text) {
-    const shown = el("span", { class: `t ${piece.origin}`, "data-round": piece.round, "data-slot": piece.slot }, wording(piece));
+    const shown = el("span", { class: `t ${piece.origin}`, "data-round": piece.round, "data-slot": piece.slot }, shownText(piece));
     shown.classList.toggle("part", shown.textContent === "");
     if (piece.slot === -1) text.append(...rejectedOf(piece.round));
     text.append(shown);
@@ -50,8 +50,8 @@ function writeText() {
   at("show-rejected").addEventListener("change", (event) => text.classList.toggle("show-rejected", event.target.checked));
 }
 
-// A token that ends the text has no words but its name; one that is only part of a character has none at all.
-function wording(piece) {
+// A token that ends the text has no text, so its name is shown; one that is only part of a character shows nothing.
+function shownText(piece) {
   return piece.text || (piece.label.includes("\ufffd") ? "" : piece.label);
 }
 
@@ -73,19 +73,19 @@ function drawStrip() {
   });
 }
 
-// What is worth a look first: the guess that fell, else the first guess, else the only token.
+// The slot selected first in a round: the rejected guess, else the first guess, else the only token.
 function firstOf(r) {
   const { slots } = data.rounds[r];
-  const fallen = slots.findIndex((slot) => slot.fate === "rejected");
-  return fallen >= 0 ? fallen : slots.length ? 0 : -1;
+  const rejected = slots.findIndex((slot) => slot.fate === "rejected");
+  return rejected >= 0 ? rejected : slots.length ? 0 : -1;
 }
 
-// The round to begin with: some guesses kept, then one rejected by a coin that could have fallen otherwise.
-function telling() {
+// The round selected first: some guesses kept, then one rejected whose chance was neither tiny nor nearly 1.
+function mostInstructive() {
   const interest = (round) => {
-    const fallen = round.slots[round.kept];
-    const open = fallen && fallen.chance > 0.05 && fallen.chance < 0.95;
-    return (fallen ? 1 : 0) + (round.kept > 0 ? 2 : 0) + (open ? 3 : 0);
+    const rejected = round.slots[round.kept];
+    const open = rejected && rejected.chance > 0.05 && rejected.chance < 0.95;
+    return (rejected ? 1 : 0) + (round.kept > 0 ? 2 : 0) + (open ? 3 : 0);
   };
   const all = data.rounds.map(interest);
   return all.indexOf(Math.max(...all));
@@ -141,13 +141,13 @@ function showDetail() {
   const hasDraft = !isClosing || round.closing.origin === "residual";
   const marks = new Map([[shown.token, isClosing ? "drawn" : "guessed"]]);
   if (hasDraft && isClosing) marks.set(round.slots[round.kept].token, "rejected");
-  if (!isClosing && selected.slot === round.kept) marks.set(round.closing.token, "took its place");
+  if (!isClosing && selected.slot === round.kept) marks.set(round.closing.token, "drawn instead");
   at("detail-title").replaceChildren("Token ", token(shown.label), ` — ${isClosing ? CLOSINGS[shown.origin] : FATES[shown.fate]}`);
   at("story").textContent = shown.story.happened;
   at("why").textContent = shown.story.why;
   at("bars").replaceChildren(...bars(shown.candidates, marks, hasDraft));
   const weighted = round.as_block && (isClosing ? shown.weight < 1 : true);
-  at("residual-name").replaceChildren(el("b", {}, weighted ? "max(0, w·p − q)" : "max(0, p − q)"), " what is missing");
+  at("residual-name").replaceChildren(el("b", {}, weighted ? "max(0, w·p − q)" : "max(0, p − q)"), " the residual");
   at("residual-name").parentElement.hidden = !hasDraft;
   document.querySelector(".detail .legend li:nth-child(2)").hidden = !hasDraft;
   showCoin(round, shown, isClosing);
@@ -157,12 +157,12 @@ function showCoin(round, shown, isClosing) {
   at("coin-title").textContent = isClosing ? "No coin here" : "The coin";
   if (isClosing) {
     at("coin").replaceChildren();
-    at("coin-note").textContent = "The token that closes a round is drawn, not judged: every round says at least one token, so drafting never stalls.";
+    at("coin-note").textContent = "The last token of a round is drawn, not tested: every round emits at least one token, so decoding never stalls.";
     return;
   }
   at("coin").replaceChildren(coinLine(shown.chance, shown.coin, shown.judged, shown.fate === "kept"));
   const ratio = `p/q = ${number(shown.p)} / ${number(shown.q)} = ${number(shown.ratio)}.`;
-  at("coin-note").textContent = !shown.judged && shown.fate === "dropped" ? "Its coin was never looked at."
+  at("coin-note").textContent = !shown.judged && shown.fate === "dropped" ? "Its coin was not used."
     : round.as_block ? `${ratio} The block rule compares the coin with the chance of keeping the draft up to this token.`
     : `${ratio} The coin is a fresh random number between 0 and 1.`;
 }
@@ -182,7 +182,7 @@ function stepToken(by) {
 function showPositions() {
   const { positions } = data;
   at("positions-note").textContent = positions.length
-    ? "For each place in a draft, the pale column counts the guesses made there and the filled part those that were kept. A guess can stand only where all before it stood."
+    ? "For each position of a draft, the pale column counts the guesses made there and the filled part those that were kept. A guess can be kept only if all before it are kept."
     : "Nothing was guessed in this text.";
   if (positions.length) at("positions").append(positionPlot(positions));
 }
@@ -203,6 +203,6 @@ drawStrip();
 showPositions();
 at("footer").textContent = "Made by draftproof explain. One file, no network: save it, send it, show it in class.";
 if (data.rounds.length) {
-  const first = telling();
+  const first = mostInstructive();
   select(first, firstOf(first));
 }

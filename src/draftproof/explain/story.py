@@ -1,4 +1,4 @@
-"""What happened to a token and why the distribution is kept, in words for someone who meets the method for the first time."""
+"""Describe in words what happened to a token and why the distribution stays exact, for a first-time reader."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,47 +6,74 @@ from typing import NamedTuple
 from draftproof.explain.recorder import Closing, Round, Slot
 
 Name = Callable[[int], str]
-"""A token as it is written in a sentence."""
+"""Returns a token as it is quoted in a sentence."""
 
 
 class Story(NamedTuple):
-    """What happened, and why the distribution is kept by it."""
+    """What happened to a token, and why the distribution stays exact."""
 
     happened: str
     why: str
 
 
 BY_TOKEN = (
-    "Kept guesses deliver the part min(p, q) of the target's distribution, and the token that takes the place of a rejected one "
-    "delivers the missing part, max(0, p − q). The two add up to exactly p, token by token."
+    "Kept guesses contribute the part min(p, q) of the target's distribution. The token drawn in place of a rejected "
+    "guess contributes the missing part, max(0, p − q). The two add up to exactly p, token by token."
 )
 BY_BLOCK = (
-    "The chances of the block rule are chosen such that what is kept and what closes it together have exactly the distribution "
-    "p; on average it keeps more than a judgement token by token, and never less."
+    "The block rule chooses its chances so that the kept tokens and the token drawn after them together have exactly "
+    "the distribution p. On average it keeps at least as many tokens as the rule that decides token by token."
 )
-FROM_P = "A draw from p has the distribution p: there is nothing to make up for."
-NOT_SAID = "What is not said cannot change the distribution: the text goes on from the token that took the rejected one's place."
+FROM_P = "A token drawn from p has the distribution p: nothing has to be corrected."
+NOT_EMITTED = (
+    "A token that is not emitted cannot change the distribution: the text continues from the token drawn in place of "
+    "the rejected one."
+)
 
 
 def number(x: float) -> str:
-    """Three places, and for the tiny ones their order of magnitude."""
+    """Format a number with three decimals, and a tiny one by its order of magnitude."""
     if x == 0 or x >= 0.001:
         return f"{x:.3f}".rstrip("0").rstrip(".")
     return f"{x:.0e}"
 
 
 def about_slot(round_: Round, i: int, name: Name) -> Story:
-    """The story of a drafted token."""
+    """Tell the story of draft token i."""
     slot = round_.slots[i]
     if round_.fate(i) == "dropped":
         return Story(
-            f"{name(slot.token)} was guessed to follow a token that was rejected. It continues a text that was never "
-            "said, so nobody looks at its coin: dropped.",
-            NOT_SAID,
+            f"{name(slot.token)} was guessed to follow a token that was rejected. It would continue a text that does "
+            "not exist, so its coin is not used: dropped.",
+            NOT_EMITTED,
         )
     if round_.as_block:
         return Story(f"{_guessed(slot, name)} {_in_a_block(slot)}", BY_BLOCK)
     return Story(f"{_guessed(slot, name)} {_by_token(slot)}", BY_TOKEN)
+
+
+def about_closing(round_: Round, name: Name) -> Story:
+    """Tell the story of a round's last token."""
+    closing: Closing = round_.closing
+    if not round_.slots:
+        return Story(
+            f"Nothing was guessed here, so the target's own draw is the only token: {name(closing.token)}, drawn from "
+            f"p, where it has p = {number(closing.p)}.",
+            FROM_P,
+        )
+    if not closing.after_rejection:
+        return Story(
+            f"Every guess was kept, and the same pass has already scored the position after them: "
+            f"{name(closing.token)} is a free token, drawn from p itself, where it has p = {number(closing.p)}.",
+            FROM_P,
+        )
+    scaled = "max(0, p − q)" if closing.weight == 1 else f"max(0, w·p − q) with w = {number(closing.weight)}"
+    return Story(
+        f"After the rejection one token is drawn from the part of the target's distribution that the drafter left "
+        f"out, {scaled}: it is {name(closing.token)}, with a chance of {number(closing.chance)} there and "
+        f"p = {number(closing.p)}.",
+        BY_BLOCK if round_.as_block else BY_TOKEN,
+    )
 
 
 def _guessed(slot: Slot, name: Name) -> str:
@@ -57,48 +84,27 @@ def _guessed(slot: Slot, name: Name) -> str:
 
 def _by_token(slot: Slot) -> str:
     if slot.ratio >= 1:
-        return f"The target finds it at least as likely, p = {number(slot.p)}: it is kept whatever the coin says."
-    may = f"The target gives it p = {number(slot.p)}, so it may stay with probability p/q = {number(slot.ratio)}."
+        return f"To the target it is at least as likely, p = {number(slot.p)}: it is kept whatever the coin shows."
+    chance = f"The target gives it p = {number(slot.p)}, so it is kept with probability p/q = {number(slot.ratio)}."
     if slot.kept:
-        return f"{may} The coin fell at {number(slot.coin)}, below that: kept."
+        return f"{chance} The coin shows {number(slot.coin)}, below that: kept."
     return (
-        f"{may} The coin fell at {number(slot.coin)}, not below: rejected. In its place comes a token that the target "
-        "wants more than the drafter did."
+        f"{chance} The coin shows {number(slot.coin)}, not below: rejected. In its place comes a token that is more "
+        "likely under the target than under the drafter."
     )
 
 
 def _in_a_block(slot: Slot) -> str:
-    begin = f"The target gives it p = {number(slot.p)}, a ratio p/q of {number(slot.ratio)}."
+    ratio = f"The target gives it p = {number(slot.p)}, a ratio p/q of {number(slot.ratio)}."
     if not slot.judged:
         return (
-            f"{begin} The block was judged from its end, and a longer part of it stood: kept without a coin of its own."
+            f"{ratio} The block rule starts from the end of the draft, and a longer part of it was kept: kept without "
+            "using its coin."
         )
-    held = f"coin {number(slot.coin)} against a chance of {number(slot.chance)}"
+    coin = f"coin {number(slot.coin)} against a chance of {number(slot.chance)}"
     if slot.kept:
-        return f"{begin} Judged from the end, the draft up to here was the first part to stand ({held}): kept."
+        return f"{ratio} From the end of the draft, the part up to here was the first to be kept ({coin}): kept."
     return (
-        f"{begin} Judged from the end, the draft up to here did not stand ({held}): rejected, and a shorter part tried."
-    )
-
-
-def about_closing(round_: Round, name: Name) -> Story:
-    """The story of the token that ends a round."""
-    closing: Closing = round_.closing
-    if not round_.slots:
-        return Story(
-            f"Nothing was guessed here, so the target spoke for itself: {name(closing.token)} was drawn from p, "
-            f"where it has p = {number(closing.p)}.",
-            FROM_P,
-        )
-    if not closing.after_rejection:
-        return Story(
-            f"Every guess stood, and the same pass had already scored the position behind them: {name(closing.token)} "
-            f"is a free token, drawn from p itself, where it has p = {number(closing.p)}.",
-            FROM_P,
-        )
-    scaled = "max(0, p − q)" if closing.weight == 1 else f"max(0, w·p − q) with w = {number(closing.weight)}"
-    return Story(
-        f"After the rejection one token is drawn from what the target wants and the drafter did not deliver, {scaled}: "
-        f"it is {name(closing.token)}, with a chance of {number(closing.chance)} there and p = {number(closing.p)}.",
-        BY_BLOCK if round_.as_block else BY_TOKEN,
+        f"{ratio} From the end of the draft, the part up to here was not kept ({coin}): rejected, and a shorter part "
+        "is tried."
     )

@@ -1,4 +1,4 @@
-"""Rounds on a terminal: kept, rejected and closing tokens in colour, with p, q, the ratio and the coin."""
+"""Show rounds on a terminal: kept, rejected and drawn tokens in colour, with p, q, the ratio and the coin."""
 
 from collections.abc import Callable
 from typing import Final
@@ -22,25 +22,26 @@ STYLES: Final = {
 LEGEND: Final = (
     ("kept", "kept guess"),
     ("rejected", "rejected guess"),
-    ("dropped", "dropped, unjudged"),
+    ("dropped", "dropped without a test"),
     ("residual", "drawn in place of a rejected one"),
     ("bonus", "free token after a full draft"),
     ("plain", "no guess was made"),
 )
 Label = Callable[[int], str]
+"""Returns the text of a token."""
 
 
 def legend() -> Text:
-    """What the colours mean."""
+    """Return a line that explains the colours."""
     line = Text()
-    for style, words in LEGEND:
-        line.append(words, STYLES[style])
+    for style, meaning in LEGEND:
+        line.append(meaning, STYLES[style])
         line.append("   ")
     return line
 
 
 def ribbon(round_: Round, label: Label) -> Text:
-    """A round in one line."""
+    """Return the tokens of a round as one line."""
     line = Text()
     for i, slot in enumerate(round_.slots):
         line.append(visible(label(slot.token)), STYLES[round_.fate(i)])
@@ -50,7 +51,7 @@ def ribbon(round_: Round, label: Label) -> Text:
 
 
 def show_round(console: Console, number_: int, round_: Round, label: Label) -> None:
-    """A round with its numbers. Where nothing was guessed there are none, and one line does."""
+    """Print a round, with a table of its numbers if anything was drafted."""
     title = Text(f"Round {number_:>3}  ", "bold")
     console.print(Text.assemble(title, ribbon(round_, label), _summary(round_)), soft_wrap=True)
     if round_.slots:
@@ -64,20 +65,20 @@ def _summary(round_: Round) -> Text:
 
 
 def _table(round_: Round, label: Label) -> Table:
-    held = "chance" if round_.as_block else "p/q"
+    threshold = "chance" if round_.as_block else "p/q"
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", pad_edge=False)
-    for column in ("", "token", "p", "q", *(("p/q",) if round_.as_block else ()), held, "coin", ""):
+    for column in ("", "token", "p", "q", *(("p/q",) if round_.as_block else ()), threshold, "coin", ""):
         table.add_column(column, justify="left" if column in ("", "token") else "right", no_wrap=True)
     for i, slot in enumerate(round_.slots):
         fate = round_.fate(i)
         ratio = [number(slot.ratio)] if round_.as_block else []
         numbers = [number(slot.p), number(slot.q), *ratio, number(slot.chance if round_.as_block else slot.ratio)]
         token = Text(visible(label(slot.token)), STYLES[fate])
-        table.add_row(" " * 10, token, *numbers, _coin(slot), Text(_verdict(round_, i), STYLES[fate].split()[0]))
+        table.add_row(" " * 10, token, *numbers, _coin(slot), Text(_decision(round_, i), STYLES[fate].split()[0]))
     closing = round_.closing
     token = Text(visible(label(closing.token)), STYLES[origin(round_)] + " bold")
     blanks = [""] * (3 if round_.as_block else 2)
-    table.add_row("", token, number(closing.p), *blanks, "", Text(_came_from(round_), "bright_black"))
+    table.add_row("", token, number(closing.p), *blanks, "", Text(_drawn_from(round_), "bright_black"))
     return table
 
 
@@ -85,7 +86,7 @@ def _coin(slot: Slot) -> str:
     return number(slot.coin) if slot.judged else "–"
 
 
-def _verdict(round_: Round, i: int) -> str:
+def _decision(round_: Round, i: int) -> str:
     slot = round_.slots[i]
     if not slot.judged:
         return round_.fate(i)
@@ -93,7 +94,7 @@ def _verdict(round_: Round, i: int) -> str:
     return f"{round_.fate(i)}: {number(slot.coin)} {sign} {number(slot.chance)}"
 
 
-def _came_from(round_: Round) -> str:
+def _drawn_from(round_: Round) -> str:
     if not round_.slots:
         return "drawn from p"
     if not round_.closing.after_rejection:

@@ -1,8 +1,8 @@
-"""Grammars by llguidance (the extra `grammar`), as the `allowed` of a request:
+"""Constrain requests by llguidance's grammars (extra `grammar`), through the `allowed` argument:
 
     engine.generate(prompt, allowed=draftproof.llguidance.json_schema({"type": "object", ...}, engine))
 
-The mask is asked for at every scored position: a text keeps to the grammar under every rule, and has exactly the
+The mask is computed at every scored position. So the text matches the grammar under every rule, and has exactly the
 distribution of plain decoding with the same masks.
 """
 
@@ -18,52 +18,52 @@ from draftproof.engine.engine import Engine
 
 
 def json_schema(schema: str | Mapping[str, Any], engine: Engine) -> "Grammar":
-    """Texts that are JSON and fit this schema."""
-    matcher = _host().LLMatcher
+    """Allow JSON texts that match this schema."""
+    matcher = _library().LLMatcher
     return _grammar(matcher.grammar_from_json_schema(schema if isinstance(schema, str) else dict(schema)), engine)
 
 
 def regex(pattern: str, engine: Engine) -> "Grammar":
-    """Texts that match this regular expression as a whole."""
-    return _grammar(_host().LLMatcher.grammar_from_regex(pattern), engine)
+    """Allow texts that match this regular expression as a whole."""
+    return _grammar(_library().LLMatcher.grammar_from_regex(pattern), engine)
 
 
 def lark(grammar: str, engine: Engine) -> "Grammar":
-    """Texts of this grammar, in llguidance's dialect of Lark."""
-    return _grammar(_host().LLMatcher.grammar_from_lark(grammar), engine)
+    """Allow texts of this grammar, in llguidance's dialect of Lark."""
+    return _grammar(_library().LLMatcher.grammar_from_lark(grammar), engine)
 
 
 class Grammar:
-    """Which tokens may follow an output. May be shared by any number of requests, one after another or together.
+    """A function from output tokens to the mask of tokens that may follow. Any number of requests may share it.
 
-    A matcher that follows the text it was asked about last: what that text and the next do not share is taken back,
-    and the rest is read. It is memory only; the prefix alone decides the answer.
+    The matcher stays at the prefix of the last call. The next call rolls it back to the common prefix and feeds it the
+    rest. This state only saves time: the mask depends on the prefix alone.
     """
 
     def __init__(self, matcher: Any, eos: Collection[int], vocab_size: int) -> None:
         self._matcher, self._eos, self._V = matcher, frozenset(eos), vocab_size
-        self._read: list[int] = []
+        self._prefix: list[int] = []
 
     def __call__(self, prefix: Sequence[int]) -> Bool[Tensor, " V"]:
-        """The mask behind these output tokens; behind the end of the text, where nothing is said, everything."""
+        """Return the mask after these output tokens; all True after the end of the text, where no token is used."""
         if self._eos.intersection(prefix):
             return torch.ones(self._V, dtype=torch.bool)
-        self._follow(list(prefix))
+        self._move_to(list(prefix))
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
         mask = torch.from_numpy(np.unpackbits(bits, bitorder="little").astype(bool))[: self._V]
         return torch.nn.functional.pad(mask, (0, self._V - len(mask)))
 
-    def _follow(self, prefix: list[int]) -> None:
-        same = next((i for i, (a, b) in enumerate(zip(self._read, prefix, strict=False)) if a != b), None)
-        kept = min(len(self._read), len(prefix)) if same is None else same
-        self._matcher.rollback(len(self._read) - kept)
-        self._matcher.consume_tokens(prefix[kept:])
+    def _move_to(self, prefix: list[int]) -> None:
+        different = next((i for i, (a, b) in enumerate(zip(self._prefix, prefix, strict=False)) if a != b), None)
+        common = min(len(self._prefix), len(prefix)) if different is None else different
+        self._matcher.rollback(len(self._prefix) - common)
+        self._matcher.consume_tokens(prefix[common:])
         self._check()
-        self._read = prefix
+        self._prefix = prefix
 
     def _check(self) -> None:
-        """The matcher reports no errors by itself, and never leaves one."""
+        """Raise the matcher's error: it does not raise errors itself, and stays in the error state."""
         if self._matcher.is_error():
             raise ValueError(f"llguidance: {self._matcher.get_error()}")
 
@@ -73,13 +73,13 @@ def _grammar(grammar: str, engine: Engine) -> Grammar:
 
     if engine.tokenizer is None or not engine.eos:
         raise ValueError("a grammar needs an engine with a tokenizer, and a token that ends the text")
-    words = from_tokenizer(engine.tokenizer, n_vocab=engine.model.vocab_size, eos_token=sorted(engine.eos))
-    made = Grammar(_host().LLMatcher(words, grammar), engine.eos, engine.model.vocab_size)
-    made._check()  # a grammar that is none shows here
-    return made
+    tokenizer = from_tokenizer(engine.tokenizer, n_vocab=engine.model.vocab_size, eos_token=sorted(engine.eos))
+    compiled = Grammar(_library().LLMatcher(tokenizer, grammar), engine.eos, engine.model.vocab_size)
+    compiled._check()  # an invalid grammar is an error of the new matcher
+    return compiled
 
 
-def _host() -> Any:
+def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:

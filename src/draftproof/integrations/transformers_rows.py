@@ -1,9 +1,9 @@
-"""The batch as transformers sees it: one matrix of token ids, for processors and criteria that want one.
+"""Present a speculative batch to transformers' processors and criteria as one matrix of token ids.
 
-Our rows have different lengths; transformers' have one, and its processors may go by the row's index. So they are
-always called with all rows, in order and of one length: those that are asked about as they are, the others cut or
-padded to it, and what is said about those others is not looked at. A processor that is a function of a row's tokens
-and scores says the same as in plain decoding.
+Rows of a speculative batch have different lengths, but transformers' matrices have one, and its processors may depend
+on a row's index. So processors are always called with all rows, in order and of one length: the rows in question as
+they are, the others cut or padded, and their results ignored. A processor that is a function of a row's tokens and
+scores then returns the same as in plain decoding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,15 +20,18 @@ from draftproof.core.types import ROOT, Draft
 from draftproof.engine.request import Session
 from draftproof.models.interface import Forward
 
-Text = list[int]
+TokenIds = list[int]
 
 
 @dataclass(slots=True)
-class Sheet:
-    """`padding[r]` is what stood to the left of row r's prompt and was taken off; `pad` fills up on the right."""
+class TokenMatrix:
+    """The rows of a generate call, each with its left padding.
+
+    `padding[r]` is the padding that was removed from the left of prompt r; `pad` fills up rows on the right.
+    """
 
     sessions: Sequence[Session]
-    padding: Sequence[Text]
+    padding: Sequence[TokenIds]
     pad: int
     device: torch.device
     _rows: dict[int, int] = field(init=False)
@@ -36,76 +39,104 @@ class Sheet:
     def __post_init__(self) -> None:
         self._rows = {session.id: r for r, session in enumerate(self.sessions)}
 
-    def row(self, session: Session) -> int:
+    def row_of(self, session: Session) -> int:
         return self._rows[session.id]
 
-    def text(self, row: int) -> Text:
-        """The row as transformers would have it by now."""
-        return [*self.padding[row], *self.sessions[row].tokens]
+    def row(self, r: int) -> TokenIds:
+        """Return row r as transformers would have it: padding, prompt, and the tokens generated so far."""
+        return [*self.padding[r], *self.sessions[r].tokens]
 
-    def aligned(self, texts: Mapping[int, Text], width: int) -> Int[Tensor, "R T"]:
-        """These texts, all `width` long, in their rows; the other rows cut or padded to it."""
-        rows = [texts[r] if r in texts else self.text(r) for r in range(len(self.sessions))]
+    def aligned(self, texts: Mapping[int, TokenIds], width: int) -> Int[Tensor, "R T"]:
+        """Return all rows at this width: those in `texts` (row → tokens) replaced, the others cut or padded."""
+        rows = [texts[r] if r in texts else self.row(r) for r in range(len(self.sessions))]
         return torch.tensor([(row + [self.pad] * width)[:width] for row in rows], device=self.device)
 
-    def matrix(self) -> Int[Tensor, "R T"]:
-        """All rows, padded on the right."""
-        return self.aligned({}, max(len(self.text(r)) for r in range(len(self.sessions))))
+    def padded(self) -> Int[Tensor, "R T"]:
+        """Return all rows, padded on the right to the longest."""
+        return self.aligned({}, max(len(self.row(r)) for r in range(len(self.sessions))))
 
 
 @dataclass(frozen=True, slots=True)
-class Processed:
-    """The target's distributions by transformers' processors: asked at every scored position, with the draft before it behind
-    the row's tokens. `sampling` draws from what they leave, or takes its argmax."""
+class ProcessedDistributions:
+    """Computes the target's distributions with transformers' processors, at every scored position of a draft.
 
-    sheet: Sheet
+    Each position is processed with the row's tokens and the draft tokens before it. `sampling` is applied to the
+    processed scores: temperature 1, or 0 for greedy decoding.
+    """
+
+    matrix: TokenMatrix
     processors: Callable[[Tensor, Tensor], Tensor]
     sampling: SamplingParams
 
     def __call__(self, sessions: Sequence[Session], forward: Forward, draft: Draft) -> Distribution:
-        scores = forward.logits.to(device=self.sheet.device, dtype=torch.float32, copy=True)
-        rows = [self.sheet.row(session) for session in sessions]
-        lines = [Line(self.sheet.text(row), *_slots(draft, b)) for b, row in enumerate(rows)]
+        scores = forward.logits.to(device=self.matrix.device, dtype=torch.float32, copy=True)
+        rows = [self.matrix.row_of(session) for session in sessions]
+        prefixes = [DraftPrefixes(self.matrix.row(row), *_draft_of(draft, b)) for b, row in enumerate(rows)]
         for node in range(scores.shape[1]):
-            texts = {b: text for b, line in enumerate(lines) if (text := line.at(node, scores[b])) is not None}
-            for width, some in _by_length(texts):
-                answers = self._ask({rows[b]: texts[b] for b in some}, {rows[b]: scores[b, node] for b in some}, width)
-                for b in some:
-                    scores[b, node] = answers[rows[b]]
+            texts = {b: text for b, prefix in enumerate(prefixes) if (text := prefix.at(node, scores[b])) is not None}
+            for width, same_width in _by_length(texts):
+                processed = self._process(
+                    {rows[b]: texts[b] for b in same_width}, {rows[b]: scores[b, node] for b in same_width}, width
+                )
+                for b in same_width:
+                    scores[b, node] = processed[rows[b]]
         return warp(scores.to(forward.logits.device), [self.sampling] * len(sessions))
 
-    def _ask(self, texts: Mapping[int, Text], raw: Mapping[int, Tensor], width: int) -> Float[Tensor, "R V"]:
-        some = next(iter(raw.values()))
-        scores = torch.stack([raw.get(r, torch.zeros_like(some)) for r in range(len(self.sheet.sessions))])
-        return self.processors(self.sheet.aligned(texts, width), scores)
+    def _process(self, texts: Mapping[int, TokenIds], raw: Mapping[int, Tensor], width: int) -> Float[Tensor, "R V"]:
+        """Call the processors with all rows; rows that are not in `raw` get zeros as scores."""
+        like = next(iter(raw.values()))
+        scores = torch.stack([raw.get(r, torch.zeros_like(like)) for r in range(len(self.matrix.sessions))])
+        return self.processors(self.matrix.aligned(texts, width), scores)
 
 
 @dataclass(slots=True)
-class Line:
-    """One row's text and draft: what stands before each scored position, as far as it can be said at all."""
+class DraftPrefixes:
+    """The token sequences before each scored position of one row: its text, followed by a path of its draft."""
 
-    text: Text
+    text: TokenIds
     tokens: list[int]
     parents: list[int]
-    before: list[Text | None] = field(default_factory=list)
+    before: list[TokenIds | None] = field(default_factory=list)
 
-    def at(self, node: int, scores: Float[Tensor, "J V"]) -> Text | None:
-        """The text before this position; None where there is none, or where a token before it has no probability:
-        such a position is never reached, and a grammar need not know what to say there. Asked in order; `scores` are
-        processed up to the position's parent."""
-        self.before.append(self.text if node == 0 else self._behind(node - 1, scores))
+    def at(self, node: int, scores: Float[Tensor, "J V"]) -> TokenIds | None:
+        """Return the tokens before this position, or None if it is padding or cannot be reached.
+
+        A position is unreachable if a draft token before it has probability 0; a grammar may not be able to process it.
+        Call in order of position, with `scores` processed up to the position's parent.
+        """
+        self.before.append(self.text if node == 0 else self._after_slot(node - 1, scores))
         return self.before[node]
 
-    def _behind(self, slot: int, scores: Float[Tensor, "J V"]) -> Text | None:
+    def _after_slot(self, slot: int, scores: Float[Tensor, "J V"]) -> TokenIds | None:
         if slot >= len(self.tokens):
             return None
-        token, above = self.tokens[slot], self.parents[slot] + 1
-        text = self.before[above]
-        return None if text is None or not bool(scores[above, token] > -torch.inf) else [*text, token]
+        token, parent = self.tokens[slot], self.parents[slot] + 1
+        text = self.before[parent]
+        return None if text is None or not bool(scores[parent, token] > -torch.inf) else [*text, token]
 
 
-def _slots(draft: Draft, b: int) -> tuple[list[int], list[int]]:
-    """Row b's drafted tokens and their parents."""
+def apply_criteria(matrix: TokenMatrix, before: Mapping[int, int], criteria: Callable[[Tensor, Any], Tensor]) -> None:
+    """Check transformers' stopping criteria after every new token, in order, and end each row at the first hit.
+
+    `before` maps a row to the number of tokens it had before the round.
+    """
+    ends = {r: len(matrix.row(r)) for r in before}
+    starts = {r: len(matrix.padding[r]) + n for r, n in before.items()}
+    running = set(before)
+    for width in range(min(starts.values()) + 1, max(ends.values()) + 1):
+        checked = [r for r in running if starts[r] < width <= ends[r]]
+        if not checked:
+            continue
+        done = criteria(matrix.aligned({r: matrix.row(r)[:width] for r in checked}, width), None)
+        for r in checked:
+            if bool(done[r]):
+                del matrix.sessions[r].tokens[width - len(matrix.padding[r]) :]
+                matrix.sessions[r].finish_reason = "stop"
+                running.discard(r)
+
+
+def _draft_of(draft: Draft, b: int) -> tuple[list[int], list[int]]:
+    """Return the draft tokens of row b and their parents."""
     length = int(draft.lengths[b])
     tokens = draft.tokens[b, :length].tolist()
     if draft.parents is None:
@@ -113,24 +144,7 @@ def _slots(draft: Draft, b: int) -> tuple[list[int], list[int]]:
     return tokens, draft.parents[b, :length].tolist()
 
 
-def _by_length(texts: Mapping[int, Text]) -> Iterator[tuple[int, list[int]]]:
+def _by_length(texts: Mapping[int, TokenIds]) -> Iterator[tuple[int, list[int]]]:
+    """Group texts of equal length: yield the length and the keys."""
     for width in sorted({len(text) for text in texts.values()}):
         yield width, [b for b, text in texts.items() if len(text) == width]
-
-
-def cut(sheet: Sheet, before: Mapping[int, int], criteria: Callable[[Tensor, Any], Tensor]) -> None:
-    """Ask transformers' criteria behind every token emitted since `before` (row → tokens it had), in order, and end
-    each row behind the first that says so."""
-    ends = {r: len(sheet.text(r)) for r in before}
-    starts = {r: len(sheet.padding[r]) + n for r, n in before.items()}
-    going = set(before)
-    for width in range(min(starts.values()) + 1, max(ends.values()) + 1):
-        some = [r for r in going if starts[r] < width <= ends[r]]
-        if not some:
-            continue
-        done = criteria(sheet.aligned({r: sheet.text(r)[:width] for r in some}, width), None)
-        for r in some:
-            if bool(done[r]):
-                del sheet.sessions[r].tokens[width - len(sheet.padding[r]) :]
-                sheet.sessions[r].finish_reason = "stop"
-                going.discard(r)

@@ -1,6 +1,7 @@
-"""Verification in Triton: raw logits in, verdict out, each logit read once. Same noise, same verdict as `verify`.
+"""Verify drafts in Triton kernels: raw logits in, verdict out, each logit read once.
 
-Triton is imported when the first verdict is asked for: this package can be imported on any machine.
+With the same random numbers the verdict is that of `draftproof.verify`. Triton is imported by the first call that needs
+it, so that this package can be imported on any machine.
 """
 
 from functools import cache
@@ -19,12 +20,13 @@ __all__ = ["Edits", "Parameters", "Rows", "Workspace", "draws_from", "pack", "ru
 
 
 class Rows(NamedTuple):
-    """What each request emits; `faults` is not 0 where its verdict is none.
+    """Verdicts of a batch; a verdict is valid if its fault is 0.
 
-    tokens    kept tokens, the closing one, then PAD; int64 [B, K + 1]
-    accepted  how many were kept; int64 [B]
-    faults    int32 [B]. 1: a target row is no distribution (NaN, +inf, nothing allowed); 2: a draft row is none, or a draft
-              token has probability 0 under it; 4: a draft token is outside the vocabulary. Closes with PAD then
+    tokens    accepted tokens, the round's last token, then PAD; int64 [B, K + 1]
+    accepted  number of accepted tokens; int64 [B]
+    faults    int32 [B], bits. 1: a target row is not a distribution (NaN, +inf, nothing allowed); 2: a draft row is not
+              one, or a draft token has probability 0 under it; 4: a draft token is outside the vocabulary. With a fault
+              the last token is PAD
     """
 
     tokens: Tensor
@@ -33,7 +35,7 @@ class Rows(NamedTuple):
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels run there: on a CUDA device, where Triton is installed."""
+    """Return whether kernels run on a device: a CUDA device, with Triton installed."""
     return device.type == "cuda" and _has_triton()
 
 
@@ -43,7 +45,7 @@ def _has_triton() -> bool:
 
 
 def serves(target_logits: Tensor, draft_tokens: Tensor, rule: object, draft_logits: Tensor | None = None) -> bool:
-    """Whether the kernels can take this call: a device they run on, and within their limits."""
+    """Return whether the kernels can take this call: a device they run on, and within their limits."""
     K, V = draft_tokens.shape[-1], target_logits.shape[-1]
     within = rule in RULES and K <= MOST_DRAFTED and 0 < V <= MOST_TOKENS and len(draft_tokens) <= MOST_REQUESTS
     readable = all(
@@ -55,7 +57,7 @@ def serves(target_logits: Tensor, draft_tokens: Tensor, rule: object, draft_logi
 
 
 def draws_from(logits: Tensor) -> bool:
-    """Whether the kernels can draw from rows [B, R] like these: a device they run on, and within their limits."""
+    """Return whether the kernels can draw from rows [B, R] like these: device and limits."""
     within = len(logits) <= MOST_REQUESTS and 0 < logits.shape[-1] <= MOST_TOKENS and logits.dtype in DTYPES
     return within and (logits.stride(-1) == 1 or logits.shape[-1] == 1) and runs_on(logits.device)
 
@@ -74,19 +76,20 @@ def verify_rows(
     draft_cutoff: Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Rows:
-    """Verify a batch. No request waits for another, the host waits for nothing, and no value is looked at.
+    """Verify a batch without a device sync; no value is read on the host.
 
     target_logits  [B, K + 1, V], or [N, V] with `parameters["target_rows"]` the first row of each request
     draft_tokens   [B, K], int64; `parameters["lengths"]` says how many of each row count
-    draft_logits   [B, K, R] or ragged alike; None where the tokens were chosen and not drawn
-    parameters     how each request, and its draft, is sampled; seeds, positions, lengths
+    draft_logits   [B, K, R], or ragged like target_logits; None if the tokens were chosen and not drawn
+    parameters     sampling parameters of each request and of its draft; seeds, positions, lengths
     rule           "token", "block" or "coupled"
     edits          bias and penalties (`Edits.of`)
     allowed        packed bits, int32, [B, K + 1, ceil(V / 32)] or ragged like target_logits (`pack`)
     draft_entries  [V]: the entry in draft_logits of each of the target's tokens, -1 for none (`DraftVocab.entry`)
     draft_lse      [B, K]: log Σ exp(logit / draft temperature) over what the drafter kept, if it knows it; draft rows
                    are then read only where the residual needs them. With filters on the draft, draft_cutoff too
-    workspace      where results and intermediate sums go; None allocates one
+    draft_cutoff   [B, K]: smallest logit that the draft's filters kept
+    workspace      memory for results and intermediate sums; None allocates one
 
     With a workspace the results are views of it and the call can be captured in a CUDA graph.
     """

@@ -1,4 +1,4 @@
-"""A call of the kernels as a value: the tensors, checked at the door."""
+"""Hold the arguments of one kernel call, and check them by shape and dtype."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -13,13 +13,18 @@ from draftproof.kernels.penalties import Edits
 RULES: Final = ("token", "block", "coupled")
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 MOST_TOKENS: Final = 262144
+"""Tokens in a vocabulary: 512 chunks, the most that kernels hold side by side (`compile.CHUNK_LIMITS`)."""
+
 MOST_DRAFTED: Final = 32
-MOST_REQUESTS: Final = 65535  # of a CUDA grid's second and third axis
+"""Draft tokens of a request, whose rows kernels hold side by side."""
+
+MOST_REQUESTS: Final = 65535
+"""Requests in a call: the limit of a CUDA grid's second and third axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arguments of `verify_rows`; what they mean is said there."""
+    """Arguments of `verify_rows`, documented there."""
 
     target_logits: Tensor
     draft_tokens: Tensor
@@ -33,7 +38,7 @@ class Call:
     draft_cutoff: Tensor | None = None
 
     @property
-    def B(self) -> int:  # noqa: N802  (a size, as everywhere)
+    def B(self) -> int:  # noqa: N802  (sizes are capital letters)
         return self.draft_tokens.shape[0]
 
     @property
@@ -50,15 +55,16 @@ class Call:
 
     @property
     def ragged(self) -> bool:
+        """Return whether target rows are stored [N, V], with each request's first row in the parameters."""
         return self.target_logits.ndim == 2
 
     @property
     def weighs_draft(self) -> bool:
-        """Whether the verdict depends on the distribution that the draft was drawn from."""
+        """Return whether the verdict depends on the distribution that the draft was drawn from."""
         return self.draft_logits is not None and self.K > 0 and self.parameters.warm and self.rule != "coupled"
 
     def check(self) -> None:
-        """Refuse what the kernels would get wrong. Looks at shapes and types only: nothing is waited for."""
+        """Refuse arguments that the kernels would get wrong, by shapes and dtypes only, without a device sync."""
         if self.rule not in RULES:
             raise InexactError(f"the kernels know the rules {', '.join(RULES)}; got {self.rule!r}")
         tokens = self.draft_tokens
@@ -80,7 +86,7 @@ class Call:
             _check_logits("draft_logits", self.draft_logits, self.B, self.K)
         self._check_vocabulary()
         self._check_allowed()
-        self._check_handed()
+        self._check_draft_stats()
 
     def _check_vocabulary(self) -> None:
         if self.draft_entries is None and self.R != self.V:
@@ -102,20 +108,21 @@ class Call:
                 f"(see pack); got {bits.dtype} {list(bits.shape)}"
             )
 
-    def _check_handed(self) -> None:
+    def _check_draft_stats(self) -> None:
         for name in ("draft_lse", "draft_cutoff"):
-            given = getattr(self, name)
-            if given is not None and given.shape != (self.B, self.K):
-                raise ValueError(f"{name} must be [{self.B}, {self.K}]; got {list(given.shape)}")
+            value = getattr(self, name)
+            if value is not None and value.shape != (self.B, self.K):
+                raise ValueError(f"{name} must be [{self.B}, {self.K}]; got {list(value.shape)}")
         if self.draft_lse is not None and self.draft_logits is None:
             raise ValueError("draft_lse needs draft_logits: the residual is drawn from them")
 
 
 def _check_logits(name: str, logits: Tensor, B: int, rows: int) -> None:
+    """Refuse logits that the kernels cannot read."""
     dense = logits.ndim == 3 and logits.shape[:2] == (B, rows)
     if not dense and logits.ndim != 2:
         raise ValueError(
-            f"{name} must be [{B}, {rows}, V], or [N, V] with parameters saying where a request begins; got "
+            f"{name} must be [{B}, {rows}, V], or [N, V] with each request's first row in parameters; got "
             f"{list(logits.shape)}"
         )
     if logits.dtype not in DTYPES:
@@ -127,9 +134,9 @@ def _check_logits(name: str, logits: Tensor, B: int, rows: int) -> None:
 
 
 def pack(allowed: Tensor) -> Tensor:
-    """A boolean mask [..., V] as packed bits [..., ceil(V / 32)], int32: bit t % 32 of word t // 32 is token t."""
+    """Pack a boolean mask [..., V] into int32 words [..., ceil(V / 32)]: bit t % 32 of word t // 32 is token t."""
     V = allowed.shape[-1]
     bits = torch.nn.functional.pad(allowed, (0, -V % 32)).unflatten(-1, (-1, 32)).int()
-    # the last bit is the sign: as the bits are different ones, sums wrap to just the right word
+    # bit 31 is the sign bit: as all bits are distinct, the wrapping sum is the word
     words: Tensor = (bits << torch.arange(32, dtype=torch.int32, device=allowed.device)).sum(-1, dtype=torch.int32)
     return words

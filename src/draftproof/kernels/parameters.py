@@ -1,4 +1,4 @@
-"""What a batch of requests asks for, as two tensors on the device: prepared once, changed in place every round."""
+"""Hold the sampling parameters of a batch as two device tensors: prepared once, updated in place every round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +17,14 @@ INTS: Final = ("seeds", "positions", "lengths", "top_k", "draft_top_k", "target_
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """One line a request. A column is read and written by its name: `parameters["positions"].add_(accepted + 1)`.
+    """Sampling parameters, one line per request.
 
-    floats    temperature (0: greedy), top_p (1: off), min_p (0: off), and the three the draft was drawn with
+    A column is read and written by its name: `parameters["positions"].add_(accepted + 1)`.
+
+    floats    temperature (0: greedy), top_p (1: off), min_p (0: off), and the three that the draft was drawn with
     ints      seeds; positions, the index of the first token the round emits; lengths of the drafts; top_k (0: off)
               and the draft's; target_rows and draft_rows, where a request's logits begin: its index in the batch, or
-              its first row where the logits are ragged
+              its first row if the logits are ragged
     filtered  whether any request, or its draft, may have top_k, top_p or min_p on: False saves two kernels
     warm      whether any request may have a temperature above 0: False saves all of the draft's rows, and all sums
     nucleus   whether any request, or its draft, may have top_p without top_k: False saves three kernels
@@ -38,21 +40,21 @@ class Parameters:
         return len(self.floats)
 
     def __getitem__(self, column: str) -> Tensor:
-        """A view of one column."""
+        """Return a view of one column."""
         if column in FLOATS:
             return self.floats[:, FLOATS.index(column)]
         if column in INTS:
             return self.ints[:, INTS.index(column)]
-        raise KeyError(f"{column!r} is no column; they are {', '.join(FLOATS + INTS[:-1])}")
+        raise KeyError(f"{column!r} is not a column; choose one of {', '.join(FLOATS + INTS[:-1])}")
 
     @classmethod
     def empty(cls, B: int, device: torch.device | str, *, filtered: bool = True) -> "Parameters":
-        """B plain requests: temperature 1, no filters, drafts of length 0, seeds and positions 0."""
+        """Return B plain requests: temperature 1, no filters, drafts of length 0, seeds and positions 0."""
         plain = to_device([1.0, 1.0, 0.0] * 2, torch.device(device), torch.float64)
-        made = cls(plain.repeat(B, 1), torch.zeros((B, len(INTS)), dtype=torch.int64, device=device), filtered)
-        made["target_rows"].copy_(torch.arange(B, device=device))
-        made["draft_rows"].copy_(torch.arange(B, device=device))
-        return made
+        rows = cls(plain.repeat(B, 1), torch.zeros((B, len(INTS)), dtype=torch.int64, device=device), filtered)
+        rows["target_rows"].copy_(torch.arange(B, device=device))
+        rows["draft_rows"].copy_(torch.arange(B, device=device))
+        return rows
 
     @classmethod
     def of(
@@ -64,7 +66,7 @@ class Parameters:
         positions: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
     ) -> "Parameters":
-        """The same from `SamplingParams` objects, on the device of `lengths`. Bias and penalties are `Edits`."""
+        """Build from `SamplingParams` objects, on the device of `lengths`. Bias and penalties are `Edits`."""
         B, device = len(samplings), lengths.device
         if len(draft_samplings) != B:
             raise ValueError(
@@ -75,13 +77,13 @@ class Parameters:
                 raise ValueError(f"{name} must be [{B}], one for each row; got {list(column.shape)}")
         both = list(zip(samplings, draft_samplings, strict=True))
         floats = [[float(x) for s in pair for x in (s.temperature, s.top_p, s.min_p)] for pair in both]
-        whole = [[*(s.top_k or 0 for s in pair), b, b, 0] for b, pair in enumerate(both)]
-        moving = torch.stack(
+        ints = [[*(s.top_k or 0 for s in pair), b, b, 0] for b, pair in enumerate(both)]
+        per_round = torch.stack(
             [column.to(device, torch.long, non_blocking=True) for column in (seeds, positions, lengths)]
         )
         return cls(
             to_device(floats, device, torch.float64).view(B, len(FLOATS)),
-            torch.cat([moving.T, to_device(whole, device).view(B, len(INTS) - len(moving))], 1),
+            torch.cat([per_round.T, to_device(ints, device).view(B, len(INTS) - len(per_round))], 1),
             filtered=any(filters(s) for pair in both for s in pair),
             warm=any(s.temperature > 0 for s in samplings),
             nucleus=any(filters(s) and s.top_p < 1 and s.top_k is None for pair in both for s in pair),
@@ -89,6 +91,6 @@ class Parameters:
 
 
 def filters(sampling: SamplingParams) -> bool:
-    """Whether this request cuts tokens off: a greedy one has nothing left to cut."""
+    """Return whether a request removes tokens by a filter; a greedy one never does."""
     on = sampling.top_k is not None or sampling.top_p < 1 or sampling.min_p > 0
     return on and sampling.temperature > 0

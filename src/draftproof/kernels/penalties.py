@@ -1,4 +1,4 @@
-"""Bias and penalties as short lists on the device: the tokens they touch, and what happens to each, by position."""
+"""Build the short lists of tokens that bias and penalties change, by position, on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from draftproof.core.types import History
 from draftproof.kernels.workspace import chunks
 
 NO_TOKEN: Final = 2**30
-"""Stands behind the last token of a shorter list; larger than any token, so that it sorts to the end."""
+"""Pads shorter lists; larger than any token, so that it sorts to the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What is done to a few logits of each row before anything else: x → f · (x + bias) − spent.
+    """Edits of a few logits of each row, applied before anything else: x → f · (x + bias) − spent.
 
-    tokens  for target (0) and draft (1) of a request the tokens touched, sorted, then NO_TOKEN; entries of the draft
-            vocabulary on the draft's side
-    values  for each distribution row and token: bias, the factor where x + bias is positive, where it is not, and spent
+    tokens  edited tokens for target (0) and draft (1) of a request, sorted, then NO_TOKEN; on the draft's side entries
+            of the draft vocabulary
+    values  for each distribution row and token: bias, the factor if x + bias is positive, the factor if not, and spent
     first   for each chunk of a row the index of its first token, and one more
     """
 
@@ -43,9 +43,10 @@ class Edits:
         V: int,
         vocab: DraftVocab | None = None,
     ) -> "Edits | None":
-        """Twin: `core.penalties.edited`, without a look at the draft from the host. None where there is nothing to edit.
+        """Build the edits without reading the draft on the host; None if there is nothing to edit.
 
-        `draft_samplings` is None where the draft was chosen. Drafted tokens count as seen from their position on.
+        Reference: core.penalties.edited. `draft_samplings` is None if the draft was chosen. Draft tokens count as seen
+        from their position on.
         """
         sides = [samplings, samplings if draft_samplings is None else draft_samplings]
         if not any(s.penalises or s.logit_bias for side in sides for s in side):
@@ -60,15 +61,15 @@ class Edits:
             )
         J, device = draft_tokens.shape[1] + 1, draft_tokens.device
         seen = [History([], [])] * len(samplings) if history is None else history
-        listed = [_list(side, seen, V) for side in sides]
+        listed = [_token_counts(side, seen, V) for side in sides]
         E = max(len(line) for side in listed for line in side)
-        made = [_side(side, lists, E, device) for side, lists in zip(sides, listed, strict=True)]
+        on_device = [_side(side, lists, E, device) for side, lists in zip(sides, listed, strict=True)]
         real = torch.arange(J - 1, device=device) < lengths[:, None]
         drafted = draft_tokens.masked_fill(~real, NO_TOKEN)
-        target = made[0].at(drafted, J)
-        draft = made[1].at(drafted, J - 1)
+        target = on_device[0].at(drafted, J)
+        draft = on_device[1].at(drafted, J - 1)
         if vocab is not None:
-            draft = _renamed(draft, vocab)
+            draft = _to_draft_entries(draft, vocab)
         tokens, order = torch.stack([target[0], draft[0]], 1).sort(-1)  # [B, 2, E + K]
         values = torch.cat([_reordered(target[1], order[:, 0]), _reordered(draft[1], order[:, 1])], 1)
         borders = torch.arange(chunks(V) + 1, device=device) * CHUNK
@@ -76,8 +77,8 @@ class Edits:
         return cls(tokens.int(), values.contiguous(), first.int())
 
 
-def _list(samplings: Sequence[SamplingParams], seen: Sequence[History], V: int) -> list[dict[int, list[float]]]:
-    """For each row: token → [bias, times in the prompt, times in the output]."""
+def _token_counts(samplings: Sequence[SamplingParams], seen: Sequence[History], V: int) -> list[dict[int, list[float]]]:
+    """Return for each row: token → [bias, count in the prompt, count in the output]."""
     lists = []
     for sampling, history in zip(samplings, seen, strict=True):
         line: dict[int, list[float]] = {int(t): [float(a), 0.0, 0.0] for t, a in sampling.logit_bias.items()}
@@ -95,14 +96,14 @@ def _list(samplings: Sequence[SamplingParams], seen: Sequence[History], V: int) 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One side's lists on the device, drafted tokens not yet among them."""
+    """The lists of target or draft on the device, before draft tokens are added."""
 
     tokens: Int[Tensor, "B E"]
     counts: Float[Tensor, "B E 3"]
     penalties: Float[Tensor, "B 3"]
 
     def at(self, drafted: Int[Tensor, "B K"], rows: int) -> tuple[Int[Tensor, "B F"], Float[Tensor, "B N F 4"]]:
-        """Tokens and values at each of `rows` positions, the drafted tokens appended and those before it counted."""
+        """Return tokens and values at each of `rows` positions; a draft token counts at the positions after it."""
         K = drafted.shape[1]
         same = (drafted[:, :, None] == drafted[:, None]).tril(-1).any(-1)
         new = ~same & ~(drafted[:, :, None] == self.tokens[:, None]).any(-1)
@@ -122,6 +123,7 @@ class _Side:
 def _side(
     samplings: Sequence[SamplingParams], lists: list[dict[int, list[float]]], E: int, device: torch.device
 ) -> _Side:
+    """Copy the lists of one side to the device."""
     tokens = [[*line, *[NO_TOKEN] * (E - len(line))] for line in lists]
     counts = [[*line.values(), *[[0.0] * 3] * (E - len(line))] for line in lists]
     penalties = [[s.repetition_penalty, s.presence_penalty, s.frequency_penalty] for s in samplings]
@@ -133,12 +135,13 @@ def _side(
     )
 
 
-def _renamed(draft: tuple[Tensor, Tensor], vocab: DraftVocab) -> tuple[Tensor, Tensor]:
-    """The draft's tokens as entries of its own vocabulary; what is not in it drops out."""
+def _to_draft_entries(draft: tuple[Tensor, Tensor], vocab: DraftVocab) -> tuple[Tensor, Tensor]:
+    """Map the draft's tokens to entries of its own vocabulary; tokens outside it become NO_TOKEN."""
     tokens, values = draft
     entry = vocab.entry[tokens.clamp_max(len(vocab.entry) - 1)]
     return entry.masked_fill((tokens == NO_TOKEN) | (entry < 0), NO_TOKEN), values
 
 
 def _reordered(values: Float[Tensor, "B N F 4"], order: Int[Tensor, "B F"]) -> Float[Tensor, "B N F 4"]:
+    """Reorder values along the tokens."""
     return values.gather(2, order[:, None, :, None].expand_as(values))

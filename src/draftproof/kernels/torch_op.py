@@ -1,4 +1,4 @@
-"""The launch as one operator that torch.compile takes as it is: a name, plain arguments, and what it writes to."""
+"""Register the launch as a custom operator for torch.compile: plain arguments, and the buffers it mutates."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from draftproof.kernels.workspace import Workspace
 
 
 def launch_op(call: Call, workspace: Workspace) -> None:
-    """`launch` through the operator."""
+    """Launch a call through the custom operator."""
     edits = call.edits
     _verify(
         [call.target_logits, call.draft_tokens, call.parameters.floats, call.parameters.ints],
@@ -24,21 +24,31 @@ def launch_op(call: Call, workspace: Workspace) -> None:
         workspace.tokens,
         workspace.accepted,
         workspace.faults,
-        workspace.stats,
-        workspace.slices,
-        workspace.numbers,
+        workspace.chunk_stats,
+        workspace.slice_stats,
+        workspace.row_stats,
         workspace.work,
-        workspace.tiles,
-        workspace.parts,
+        workspace.tile_stats,
+        workspace.part_sums,
     )
 
 
 @torch.library.custom_op(
     "draftproof::verify_rows",
-    mutates_args=("tokens", "accepted", "faults", "stats", "slices", "numbers", "work", "tiles", "parts"),
+    mutates_args=(
+        "tokens",
+        "accepted",
+        "faults",
+        "chunk_stats",
+        "slice_stats",
+        "row_stats",
+        "work",
+        "tile_stats",
+        "part_sums",
+    ),
 )
 def _verify(
-    given: list[Tensor],
+    required: list[Tensor],
     optional: list[Tensor | None],
     edits: list[Tensor],
     rule: str,
@@ -48,21 +58,22 @@ def _verify(
     tokens: Tensor,
     accepted: Tensor,
     faults: Tensor,
-    stats: Tensor,
-    slices: Tensor,
-    numbers: Tensor,
+    chunk_stats: Tensor,
+    slice_stats: Tensor,
+    row_stats: Tensor,
     work: Tensor,
-    tiles: Tensor,
-    parts: Tensor,
+    tile_stats: Tensor,
+    part_sums: Tensor,
 ) -> None:
-    target, drafted, floats, ints = given
+    """Rebuild the call from plain arguments and launch it."""
+    target, drafted, floats, ints = required
     draft, allowed, entries, lse, cutoff = optional
     parameters = Parameters(floats, ints, filtered, warm, nucleus)
-    some = Edits(*edits) if edits else None
-    call = Call(target, drafted, draft, parameters, rule, some, allowed, entries, lse, cutoff)
-    launch(call, Workspace(tokens, accepted, faults, stats, slices, numbers, work, tiles, parts))
+    edit_lists = Edits(*edits) if edits else None
+    call = Call(target, drafted, draft, parameters, rule, edit_lists, allowed, entries, lse, cutoff)
+    launch(call, Workspace(tokens, accepted, faults, chunk_stats, slice_stats, row_stats, work, tile_stats, part_sums))
 
 
 @_verify.register_fake
-def _(given, optional, edits, rule, filtered, warm, nucleus, *memory) -> None:  # type: ignore[no-untyped-def]
-    """It returns nothing: what it writes is the caller's own memory."""
+def _(required, optional, edits, rule, filtered, warm, nucleus, *memory) -> None:  # type: ignore[no-untyped-def]
+    """Return nothing: the operator only mutates buffers of the caller."""

@@ -1,4 +1,4 @@
-"""Memory of a call: allocated once, for the largest batch, and used again in every round and graph."""
+"""Allocate the kernels' memory once, for the largest batch, to be reused in every round and CUDA graph."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,49 +9,54 @@ from torch import Tensor
 from draftproof.core.draw import CHUNK
 
 PER_CHUNK: Final = 4
-"""Slices in a chunk."""
+"""Slices in a chunk: 128 tokens each, small enough to skip most of a row in a search."""
 
 PER_TILE: Final = 8
-"""Chunks in a tile: 4096 tokens, read at one go, are enough bytes on the way to fill the memory's pipe."""
+"""Chunks in a tile: 4096 tokens loaded at once are enough bytes in flight to saturate the memory."""
 
-NUMBERS: Final = 7
-"""Numbers kept of a distribution row."""
+ROW_STATS: Final = 7
+"""Columns of statistics kept per distribution row."""
 
-FEW: Final = 512
-"""Logits of a row that the search for its cutoff ranks."""
+SHORTLIST: Final = 512
+"""Logits that the search for a row's cutoff ranks at most; with more, it narrows the span first."""
 
-WORK: Final = FEW + 2
-"""Places a distribution row has for that search besides its list of slices; two serve the queue of rows that need more."""
+WORK: Final = SHORTLIST + 2
+"""float32 entries per distribution row for that search, besides its list of slices; the last two are the queue's."""
 
 PARTS: Final = 32
-PIVOTS: Final = 16
-ROUNDS: Final = 2
-"""Pieces of a row that are measured side by side, at most; how many numbers it is measured with, and how often."""
+"""Parts of a row that are measured side by side, at most."""
 
-MEASURED: Final = ROUNDS * PIVOTS + 3 * PARTS
-"""Places a distribution row has for what was measured."""
+PIVOTS: Final = 16
+"""Pivots whose masses are measured in one round."""
+
+ROUNDS: Final = 2
+"""Rounds of measuring before the logits left are gathered."""
+
+PART_SUMS: Final = ROUNDS * PIVOTS + 3 * PARTS
+"""float64 entries per distribution row: pivot sums of each round; count, smallest and largest logit of each part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What the kernels write. The results stand in `tokens` [B, K + 1], `accepted` [B] and `faults` [B].
+    """Memory that the kernels write. Results are in `tokens` [B, K + 1], `accepted` [B] and `faults` [B].
 
-    A smaller batch may use it: the results are then its first B rows, and the next call overwrites them.
+    A smaller batch may use it: the results are then its first B rows, and the next call overwrites them. Layouts:
+    `draftproof.kernels.device.layout`.
     """
 
     tokens: Tensor
     accepted: Tensor
     faults: Tensor
-    stats: Tensor
-    slices: Tensor
-    numbers: Tensor
+    chunk_stats: Tensor
+    slice_stats: Tensor
+    row_stats: Tensor
     work: Tensor
-    tiles: Tensor
-    parts: Tensor
+    tile_stats: Tensor
+    part_sums: Tensor
 
     @classmethod
     def empty(cls, B: int, K: int, V: int, device: torch.device | str, *, filtered: bool = True) -> "Workspace":
-        """For up to B requests, drafts of up to K tokens, V tokens; `filtered` as in `Parameters`."""
+        """Allocate for up to B requests, drafts of up to K tokens and V tokens; `filtered` as in `Parameters`."""
         rows, C = B * (2 * K + 1), chunks(V)
 
         def floats(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -61,33 +66,35 @@ class Workspace:
             tokens=torch.empty(B * (K + 1), dtype=torch.int64, device=device),
             accepted=torch.empty(B, dtype=torch.int64, device=device),
             faults=torch.empty(B, dtype=torch.int32, device=device),
-            stats=floats(rows * 2 * C),
-            slices=floats(rows * 2 * PER_CHUNK * C),
-            numbers=floats(rows * NUMBERS, torch.float64),
+            chunk_stats=floats(rows * 2 * C),
+            slice_stats=floats(rows * 2 * PER_CHUNK * C),
+            row_stats=floats(rows * ROW_STATS, torch.float64),
             work=floats(rows * (PER_CHUNK * C + WORK) if filtered else WORK),
-            tiles=floats(rows * 2 * tiles(V)),
-            parts=floats(rows * MEASURED if filtered else 1, torch.float64),
+            tile_stats=floats(rows * 2 * tiles(V)),
+            part_sums=floats(rows * PART_SUMS if filtered else 1, torch.float64),
         )
 
     def check(self, B: int, K: int, V: int, *, filtered: bool) -> None:
-        """Refuse a call this workspace is too small for."""
+        """Refuse a call that this workspace is too small for."""
         rows, C = B * (2 * K + 1), chunks(V)
-        small = self.stats.numel() < rows * 2 * C or self.tokens.numel() < B * (K + 1) or len(self.accepted) < B
-        if small or self.numbers.numel() < rows * NUMBERS:
+        small = self.chunk_stats.numel() < rows * 2 * C or self.tokens.numel() < B * (K + 1) or len(self.accepted) < B
+        if small or self.row_stats.numel() < rows * ROW_STATS:
             raise ValueError(
                 f"workspace is too small for B={B}, K={K}, V={V}: make it with Workspace.empty for the largest of each"
             )
-        if filtered and (self.work.numel() < rows * (PER_CHUNK * C + WORK) or self.parts.numel() < rows * MEASURED):
+        if filtered and (
+            self.work.numel() < rows * (PER_CHUNK * C + WORK) or self.part_sums.numel() < rows * PART_SUMS
+        ):
             raise ValueError(
                 "workspace was made with filtered=False, and parameters.filtered is True: make it with filtered=True"
             )
 
 
 def tiles(V: int) -> int:
-    """Tiles in a row of V logits."""
+    """Return the number of tiles in a row of V logits."""
     return -(-V // (CHUNK * PER_TILE))
 
 
 def chunks(V: int) -> int:
-    """Chunks in a row of V logits."""
+    """Return the number of chunks in a row of V logits."""
     return -(-V // CHUNK)

@@ -1,1 +1,1 @@
-"""Models: tokens and a cache in, logits out."""
+"""Language models with one interface: tokens and a cache in, logits out."""

@@ -1,8 +1,8 @@
-"""Attention for passes over a slot cache: heads that share keys are folded into one longer query.
+"""Attention over a slot cache: query heads that share keys are folded into one longer query.
 
 transformers' own `sdpa` repeats keys and values for every query head as soon as there is a mask: at a context of
-1 000 tokens that copy costs more than the attention. Registered under our own name, it is used only by our copy of
-a model (shadow.py); models of the user never see it.
+1 000 tokens that copy costs more than the attention. This kernel is registered under a name of its own and used only
+by our copy of a model (weight_sharing.py); the user's models are unaffected.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -14,16 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+ATTENTION_NAME = "draftproof"
+"""The `attn_implementation` under which transformers finds `folded_attention`."""
+
+STEADY_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN, which compiles a kernel for every new shape: a growing text would stall again and again."""
 
 
-def steady_attention(device: torch.device) -> AbstractContextManager[None]:
-    """On a GPU all but cuDNN's, which compiles anew for every shape: a text that grows would wait for it again and
-    again. torch prefers it on the newest devices."""
-    return nullcontext() if device.type == "cpu" else sdpa_kernel(KERNELS)
-
-
-NAME = "draftproof"
+def register() -> None:
+    """Register `folded_attention` with transformers; calling it again has no effect."""
+    AttentionInterface.register(ATTENTION_NAME, folded_attention)
 
 
 def folded_attention(
@@ -36,14 +36,15 @@ def folded_attention(
     scaling: float | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
-    """Called by transformers for query `[B, heads, T, size]`, key and value `[B, shared heads, S, size]`.
+    """Compute attention for query `[B, heads, T, size]`, key and value `[B, shared heads, S, size]`.
 
-    Without a mask the pass is plain: one token that sees everything, or a first pass over nothing remembered.
+    transformers calls it. No mask means plain causal attention: one token that attends to every slot, or a first pass
+    over an empty cache.
     """
     B, heads, T, size = query.shape
     shared = key.shape[1]
     if any(extras.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-        # Let transformers serve or refuse what is more than dot products.
+        # transformers serves or refuses whatever is more than dot products.
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **extras
         )
@@ -59,10 +60,10 @@ def folded_attention(
     out = nn.functional.scaled_dot_product_attention(
         query.reshape(B, shared, group * T, size), key, value, attn_mask=attention_mask, scale=scaling
     )
-    # reshape: some of CUDA's kernels leave their result in another order
+    # reshape, not view: some CUDA kernels return their result in another memory order.
     return out.reshape(B, heads, T, -1).transpose(1, 2).contiguous(), None
 
 
-def register() -> None:
-    """Make the name known to transformers; saying it twice changes nothing."""
-    AttentionInterface.register(NAME, folded_attention)
+def steady_attention(device: torch.device) -> AbstractContextManager[None]:
+    """Exclude cuDNN attention on a GPU, where torch prefers it on the newest devices; see STEADY_BACKENDS."""
+    return nullcontext() if device.type == "cpu" else sdpa_kernel(STEADY_BACKENDS)

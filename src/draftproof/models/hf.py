@@ -1,4 +1,4 @@
-"""Any Hugging Face causal language model, served over a slot cache."""
+"""Serve any causal language model of transformers over a slot cache, in ragged batches and trees."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,11 +9,10 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftproof.models import masks as alibi
-from draftproof.models.attention import NAME, steady_attention
-from draftproof.models.cache import SlotCache, released
+from draftproof.models.attention import ATTENTION_NAME, steady_attention
+from draftproof.models.cache import SlotCache, outside_inference_mode
 from draftproof.models.compatibility import (
-    TRIED,
+    TESTED_FAMILIES,
     cached_layers,
     check_layers,
     check_pass,
@@ -21,12 +20,12 @@ from draftproof.models.compatibility import (
     furthest,
     head_size,
     probe,
-    refuse_at_the_door,
+    refuse_unsupported,
 )
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.interface import Cache, Forward
-from draftproof.models.masks import View, additive, chain, tree
-from draftproof.models.weight_sharing import attentive, shortened
+from draftproof.models.masks import View, additive_mask, chain_view, take_over_alibi, tree_view
+from draftproof.models.weight_sharing import copy_first_layers, copy_for_slot_cache
 
 Masks = Tensor | None | dict[str, Tensor | None]
 
@@ -34,25 +33,25 @@ Masks = Tensor | None | dict[str, Tensor | None]
 class HFModel:
     """A causal language model of transformers as a `Model`.
 
-    The object passed in is never altered: a structural copy that shares its weights is run (shadow.py). Move it to its
-    device and call `eval()` before; training mode is refused. Positions past `max_length` belong to padding only.
-    Families that our tests do not cover are tried on a few tokens first (probe.py), and refused where they differ.
-    On a GPU short passes are recorded and replayed, unless `graphs` is False.
+    The object passed in is never altered: a structural copy that shares its weights is run (weight_sharing.py). Move it
+    to its device and call `eval()` first; training mode is refused. Only padding may lie past `max_length`.
+    Families that our tests do not cover are probed with a few tokens first (compatibility.py) and refused if they
+    differ from a plain forward. On a GPU, short passes run as CUDA graphs unless `graphs` is False.
     """
 
     def __init__(self, model: PreTrainedModel, *, graphs: bool = True) -> None:
         if model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} has an encoder: use EncoderDecoder (models/encoder_decoder.py)")
-        refuse_at_the_door(model)
+        refuse_unsupported(model)
         self.recorder = GraphCache(None if graphs else SWITCHED_OFF)
-        self._net = attentive(model)
+        self._net = copy_for_slot_cache(model)
         self._config = decoder_config(self._net)
-        self._bias = alibi.take_over(self._net)
+        self._alibi = take_over_alibi(self._net)
         self._layers = cached_layers(self._config)
         self._windows = _windows(self._config)
-        self._max_length = None if self._bias else furthest(self._config)
+        self._max_length = None if self._alibi else furthest(self._config)
         self._vocab_size = head_size(self._net)
-        if self._config.model_type not in TRIED:
+        if self._config.model_type not in TESTED_FAMILIES:
             probe(self, model)
 
     @property
@@ -71,9 +70,11 @@ class HFModel:
         return SlotCache(self._layers, rows, capacity, self.device)
 
     def first_layers(self, count: int) -> "HFModel":
-        """This model's first `count` layers, its norm and its head, on the same weights: a drafter that costs no
-        memory. Its cache is its own."""
-        return HFModel(shortened(self._net, count), graphs=self.recorder.refusal is None)
+        """Return a model of the first `count` layers, the norm and the output layer, on the same weights.
+
+        As a drafter it costs no memory but its own cache.
+        """
+        return HFModel(copy_first_layers(self._net, count), graphs=self.recorder.refusal is None)
 
     def __call__(
         self,
@@ -84,23 +85,23 @@ class HFModel:
         scored: int | None = None,
         layers: Sequence[int] = (),
     ) -> Forward:
-        """Score `tokens` behind what the cache remembers; see `Model`."""
+        """Score `tokens` as the continuation of each cached row; see `Model`."""
         if not isinstance(cache, SlotCache):
             raise ValueError(f"cache is a {type(cache).__name__}: take one from this model's new_cache()")
         check_pass(tokens, parents, scored, len(cache.lengths))
         check_layers(layers, self._config.num_hidden_layers)
         with torch.inference_mode():
             cache.reserve(tokens.shape[1], self._max_length)
-            body = partial(self._shown, cache=cache, scored=scored or 0, layers=tuple(layers))
+            body = partial(self._logits_and_states, cache=cache, scored=scored or 0, layers=tuple(layers))
             inputs = (tokens, cache.lengths) if parents is None else (tokens, cache.lengths, parents)
             if scored is None and cache.bound > 0:
-                made = self.recorder.run(body, inputs, cache.reach, cache.recordings, tuple(layers))
+                outputs = self.recorder.run(body, inputs, cache.reach, cache.recordings, tuple(layers))
             else:
-                made = body(*inputs)
-        logits, *hidden = (released(part) for part in made)
+                outputs = body(*inputs)
+        logits, *hidden = (outside_inference_mode(output) for output in outputs)
         return Forward(logits, tuple(hidden))
 
-    def _shown(
+    def _logits_and_states(
         self,
         tokens: Int[Tensor, "B T"],
         lengths: Int[Tensor, " B"],
@@ -110,8 +111,10 @@ class HFModel:
         scored: int,
         layers: tuple[int, ...],
     ) -> tuple[Tensor, ...]:
-        """The logits, and the states after these layers. On a GPU nothing here may wait for it, so that it can be
-        recorded."""
+        """Return the logits, then the states after these layers.
+
+        It must not synchronise with the GPU, so that it can be captured as a CUDA graph.
+        """
         with steady_attention(tokens.device):
             out = self._pass(tokens, lengths, cache, parents, scored, bool(layers))
         return (out.logits, *(out.hidden_states[layer] for layer in layers))
@@ -126,12 +129,12 @@ class HFModel:
         hidden: bool,
     ) -> Any:
         slots = cache.place(lengths)
-        view = chain(slots, cache.reach) if parents is None else tree(slots, cache.reach, parents)
-        plain = cache.plain and parents is None and self._config._attn_implementation == NAME
+        view = chain_view(slots, cache.reach) if parents is None else tree_view(slots, cache.reach, parents)
+        maskless = cache.is_plain_causal and parents is None and self._config._attn_implementation == ATTENTION_NAME
         return self._net(
             input_ids=tokens,
-            attention_mask=self._masks(view, plain),
-            position_ids=self._within(view.positions),
+            attention_mask=self._masks(view, maskless),
+            position_ids=self._clamped(view.positions),
             past_key_values=cache.past,
             use_cache=True,
             logits_to_keep=scored,
@@ -139,29 +142,29 @@ class HFModel:
             return_dict=True,
         )
 
-    def _within(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-        """Padding may stand past the last position the model has; a table would be read out of bounds there."""
+    def _clamped(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+        """Clamp positions to the model's last one: padding past it would read a position table out of bounds."""
         return positions if self._max_length is None else positions.clamp(max=self._max_length - 1)
 
-    def _masks(self, view: View, plain: bool) -> Masks:
-        """One mask where all layers look the same way, else one for each kind of layer."""
-        masks = {kind: self._mask(view, kind, size, plain) for kind, size in self._windows.items()}
+    def _masks(self, view: View, maskless: bool) -> Masks:
+        """Return one mask if all layers attend alike, else one for each kind of layer."""
+        masks = {kind: self._mask(view, kind, size, maskless) for kind, size in self._windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _mask(self, view: View, kind: str, size: int | None, plain: bool) -> Tensor | None:
+    def _mask(self, view: View, kind: str, size: int | None, maskless: bool) -> Tensor | None:
         if size is not None and view.columns.shape[1] > size:
-            view, plain = view.chunked(size) if kind == "chunked_attention" else view.windowed(size), False
-        if plain:
+            view, maskless = view.chunked(size) if kind == "chunked_attention" else view.windowed(size), False
+        if maskless:
             return None
         visible = view.visible[:, None]
         dtype = self._net.dtype
-        if self._bias is not None:
-            return torch.where(visible, self._bias(view.columns, dtype), torch.finfo(dtype).min)
-        return additive(visible, dtype) if self._config._attn_implementation == "eager" else visible
+        if self._alibi is not None:
+            return torch.where(visible, self._alibi(view.columns, dtype), torch.finfo(dtype).min)
+        return additive_mask(visible, dtype) if self._config._attn_implementation == "eager" else visible
 
 
 def _windows(config: PreTrainedConfig) -> dict[str, int | None]:
-    """The kinds of layers in a model, and how far each looks; None: everywhere."""
+    """Return the attention window of each kind of layer in the model; None: full attention."""
     sizes = {
         "full_attention": None,
         "sliding_attention": getattr(config, "sliding_window", None),

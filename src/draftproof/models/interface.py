@@ -1,7 +1,7 @@
-"""What a language model is to us: tokens and a cache in, logits out.
+"""Define the interface of a language model: tokens and a cache in, logits out.
 
-A cache holds, for each row, what the model remembers. A pass writes behind a row's length and changes no length:
-what it wrote counts only once `keep` says so. Going back after a rejection is therefore keeping fewer.
+A pass writes after each row's length and changes no length. What it wrote counts only once `keep` lengthens the row,
+so rolling back after a rejection means keeping fewer tokens.
 """
 
 from collections.abc import Sequence
@@ -15,25 +15,28 @@ from torch import Tensor
 
 @runtime_checkable
 class Cache(Protocol):
-    """What a model remembers of each row."""
+    """A model's state for the tokens of each row, such as keys and values."""
 
     lengths: Int[Tensor, " B"]
-    """Tokens remembered. Forgetting is assigning smaller lengths."""
+    """Tokens cached in each row. Assigning smaller lengths truncates the rows."""
 
     def keep(self, counts: Int[Tensor, " B"], path: Int[Tensor, "B K"] | None = None) -> None:
-        """Lengthen each row by `counts` tokens of the last pass: its first ones, or after a tree the first one
-        (the root) and then the slots that `path` names (PAD after the last)."""
+        """Lengthen each row by `counts` tokens of the last pass.
+
+        Without `path` these are its first tokens. After a tree they are the root, then the slots that `path` names
+        (PAD after the last).
+        """
 
     def take(self, rows: Sequence[int]) -> "Cache":
-        """A cache of these rows, in this order."""
+        """Return a cache of these rows, in this order."""
 
     def join(self, other: "Cache") -> "Cache":
-        """These rows, then the other's."""
+        """Return a cache of these rows followed by the rows of `other`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What one pass showed. `hidden` holds the states after the layers that were asked for, in that order."""
+    """The result of one pass. `hidden` holds the states after the requested layers, in the requested order."""
 
     logits: Float[Tensor, "B J V"]
     hidden: tuple[Float[Tensor, "B T H"], ...] = ()
@@ -41,12 +44,14 @@ class Forward:
 
 @runtime_checkable
 class Model(Protocol):
+    """A language model that scores tokens over a cache."""
+
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def max_length(self) -> int | None:
-        """Positions the model was made for; None where there is no limit."""
+        """Return the number of positions the model supports; None if there is no limit."""
 
     @property
     def device(self) -> torch.device: ...
@@ -62,10 +67,10 @@ class Model(Protocol):
         scored: int | None = None,
         layers: Sequence[int] = (),
     ) -> Forward:
-        """Score `tokens` behind what the cache remembers.
+        """Score `tokens` as the continuation of each cached row.
 
-        A row may be padded on the right with anything valid: what is not kept is never seen again.
+        A row may be padded on the right with any valid token: a token that is not kept is never attended to later.
         `parents`: tokens[:, 0] is the root and tokens[:, 1 + i] is slot i of a tree, after its parent slot (-1: the
-        root); a slot sees its ancestors only. `scored`: how many of the last positions get logits; all if None.
-        `layers`: after which layers hidden states are wanted (1 is the first layer; the last is after the norm).
+        root); a slot attends to its ancestors only. `scored`: number of last positions that get logits; all if None.
+        `layers`: layers after which hidden states are returned (1 is the first layer; the last is after the norm).
         """

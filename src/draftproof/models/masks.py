@@ -1,4 +1,8 @@
-"""Who may look at whom in a pass: positions and masks from lengths, and from the tree where there is one."""
+"""Build positions and attention masks for ragged rows and trees, and ALiBi biases that follow them.
+
+transformers derives ALiBi from the slot index, which is not the position in a tree. `take_over_alibi` moves the bias
+of Bloom and Falcon into the mask, where it is computed from positions.
+"""
 
 import math
 from collections.abc import Callable
@@ -14,31 +18,37 @@ from draftproof.core.tree import lineage
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """`visible[b, t, s]`: may token t of row b look at slot s? `columns`: the position each slot stands for."""
+    """The positions of a pass and the cache slots that each token may attend to.
+
+    `columns` is the position of each slot; `visible[b, t, s]`: token t of row b may attend to slot s.
+    """
 
     positions: Int[Tensor, "B T"]
     columns: Int[Tensor, "#B S"]
     visible: Bool[Tensor, "B T S"]
 
     def windowed(self, size: int) -> "View":
-        """Only the last `size` positions, as transformers' sliding window counts them."""
+        """Restrict attention to the last `size` positions, counted as transformers' sliding window counts them."""
         near = self.positions[:, :, None] - self.columns[:, None, :] < size
         return View(self.positions, self.columns, self.visible & near)
 
     def chunked(self, size: int) -> "View":
-        """Only positions of the same chunk."""
+        """Restrict attention to positions of the same chunk of `size`."""
         same = self.positions[:, :, None] // size == self.columns[:, None, :] // size
         return View(self.positions, self.columns, self.visible & same)
 
 
-def chain(slots: Int[Tensor, "B T"], reach: int) -> View:
-    """A token sees what lies before it in its row, and itself."""
+def chain_view(slots: Int[Tensor, "B T"], reach: int) -> View:
+    """Return the causal view of tokens at these slots: each attends to the slots up to its own."""
     columns = torch.arange(reach, device=slots.device)[None]
     return View(slots, columns, columns[:, None, :] <= slots[:, :, None])
 
 
-def tree(slots: Int[Tensor, "B T"], reach: int, parents: Int[Tensor, "B K"]) -> View:
-    """A slot sees the row before the root, its ancestors, and itself; siblings share a position."""
+def tree_view(slots: Int[Tensor, "B T"], reach: int, parents: Int[Tensor, "B K"]) -> View:
+    """Return the view of a tree: a slot attends to the row before the root, its ancestors and itself.
+
+    A slot's position is its depth below the root, so siblings share one.
+    """
     T = slots.shape[1]
     up = lineage(parents)  # [B, T, T]
     positions = slots[:, :1] + up.sum(2) - 1
@@ -50,46 +60,52 @@ def tree(slots: Int[Tensor, "B T"], reach: int, parents: Int[Tensor, "B K"]) -> 
     return View(positions, columns, (offset < 0)[:, None, :] | (related & inside[:, None, :]))
 
 
-def additive(visible: Bool[Tensor, "B h T S"], dtype: torch.dtype) -> Float[Tensor, "B h T S"]:
-    """The mask as a bias, for attention that adds its mask to the scores."""
+def additive_mask(visible: Bool[Tensor, "B h T S"], dtype: torch.dtype) -> Float[Tensor, "B h T S"]:
+    """Convert a boolean mask into a bias, for attention that adds its mask to the scores."""
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-Bias = Callable[[Int[Tensor, "b S"], torch.dtype], Float[Tensor, "b h 1 S"]]
-"""From the position of each slot to what each head adds to its score."""
+AlibiBias = Callable[[Int[Tensor, "b S"], torch.dtype], Float[Tensor, "b h 1 S"]]
+"""Maps the position of each slot to what each head adds to its score."""
 
 
-def take_over(twin: PreTrainedModel) -> Bias | None:
-    """The bias of a model with ALiBi, which from now on expects it in the mask; None for every other model."""
-    if twin.config.model_type == "bloom":
-        return _bloom(twin)
-    if twin.config.model_type == "falcon" and twin.config.alibi:
-        return _falcon(twin)
+def take_over_alibi(model: PreTrainedModel) -> AlibiBias | None:
+    """Switch off a model's own ALiBi and return its bias, to be added to the mask; None for models without ALiBi.
+
+    Modifies `model`, which must be our copy (weight_sharing.py).
+    """
+    if model.config.model_type == "bloom":
+        return _take_over_bloom(model)
+    if model.config.model_type == "falcon" and model.config.alibi:
+        return _take_over_falcon(model)
     return None
 
 
-def _bloom(twin: PreTrainedModel) -> Bias:
+def _take_over_bloom(model: PreTrainedModel) -> AlibiBias:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    def none(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    def zeros(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(mask.shape[0] * num_heads, 1, mask.shape[-1], dtype=dtype, device=mask.device)
 
-    twin.base_model.build_alibi_tensor = none
-    return _tabled(build_alibi_tensor, twin.config.n_head, 1.0)
+    model.base_model.build_alibi_tensor = zeros
+    return _bias_by_position(build_alibi_tensor, model.config.n_head, 1.0)
 
 
-def _falcon(twin: PreTrainedModel) -> Bias:
+def _take_over_falcon(model: PreTrainedModel) -> AlibiBias:
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
-    twin.base_model.use_alibi = False
-    twin.base_model.rotary_emb = Unturned(twin.config.hidden_size // twin.config.num_attention_heads)
-    heads = twin.config.num_attention_heads
-    return _tabled(build_alibi_tensor, heads, 1 / math.sqrt(twin.config.hidden_size // heads))
+    heads = model.config.num_attention_heads
+    head_dim = model.config.hidden_size // heads
+    model.base_model.use_alibi = False
+    model.base_model.rotary_emb = IdentityRotary(head_dim)
+    return _bias_by_position(build_alibi_tensor, heads, 1 / math.sqrt(head_dim))
 
 
-def _tabled(build: Callable[[Tensor, int, torch.dtype], Tensor], heads: int, scale: float) -> Bias:
+def _bias_by_position(build: Callable[[Tensor, int, torch.dtype], Tensor], heads: int, scale: float) -> AlibiBias:
+    """Look up the model's own ALiBi table by position instead of by slot."""
+
     def bias(positions: Int[Tensor, "b S"], dtype: torch.dtype) -> Float[Tensor, "b h 1 S"]:
-        # The table is as long as the buffer is wide: no slot stands for a position beyond its index.
+        # One entry for each slot is enough: no slot's position exceeds its index.
         ones = torch.ones(1, positions.shape[1], dtype=torch.long, device=positions.device)
         table = build(ones, heads, dtype).view(heads, -1) * scale  # [h, S]
         return table[:, positions].transpose(0, 1)[:, :, None, :]
@@ -97,13 +113,13 @@ def _tabled(build: Callable[[Tensor, int, torch.dtype], Tensor], heads: int, sca
     return bias
 
 
-class Unturned(nn.Module):
-    """A rotary embedding that turns nothing: without ALiBi, Falcon's layers insist on one."""
+class IdentityRotary(nn.Module):
+    """A rotary embedding of angle zero: Falcon's layers require one when ALiBi is off."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
 
     def forward(self, x: Tensor, position_ids: Int[Tensor, "b T"]) -> tuple[Tensor, Tensor]:
-        flat = x.new_zeros(*position_ids.shape, self.size)
-        return flat + 1, flat
+        zeros = x.new_zeros(*position_ids.shape, self.size)
+        return zeros + 1, zeros

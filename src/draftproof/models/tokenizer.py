@@ -1,7 +1,7 @@
-"""Prompts become tokens, and tokens become text as they arrive. Knows tokenizers, no models and no engines.
+"""Encode prompts, decode tokens as they arrive, and find stop strings in the text.
 
-Three floors: `encode` for what goes in; `Detokenizer` turns tokens into whole characters; `TextStream` on top
-of it finds stop strings, wherever the borders between tokens and rounds fall.
+`encode` turns a prompt into tokens. `Detokenizer` turns tokens into whole characters. `TextStream` on top of it finds
+stop strings, wherever the borders between tokens and rounds fall. Nothing here depends on a model or an engine.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,24 +11,24 @@ from typing import Any, Final, Protocol, runtime_checkable
 from torch import Tensor
 
 OnePrompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Tensor
-"""Text; or token ids; or a chat, messages with `role` and `content`. `encode` tells them apart."""
+"""Text; or token ids; or a chat, messages with `role` and `content`. `encode` distinguishes them."""
 
 Prompt = OnePrompt | Sequence[Any]
-"""One prompt, or a list of prompts. `each` tells them apart."""
+"""One prompt, or a list of prompts. `each` distinguishes them."""
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers write for bytes that are not, or not yet, a character."""
+"""The character that tokenizers decode bytes to that are not, or not yet, valid UTF-8."""
 
 CONTEXT: Final = 8
-"""Tokens that settle how the next one reads: its leading space, and the state of UTF-8 (3 bytes at most)."""
+"""Tokens of context that fix how the next one decodes: its leading space, and the state of UTF-8 (3 bytes at most)."""
 
 PENDING: Final = 16
-"""Tokens held back at most for a character that does not come: a growing window would cost n² in the end."""
+"""Tokens held back at most for an incomplete character; an unbounded window would make decoding quadratic."""
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers have it."""
+    """The methods used of a tokenizer; those of transformers have them."""
 
     chat_template: Any
     added_tokens_decoder: Any
@@ -51,14 +51,14 @@ class Tokenizer(Protocol):
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer, *, chat: bool | None = None) -> list[int]:
-    """The tokens of one prompt, ready to be continued.
+    """Return the tokens of one prompt, ready to be continued.
 
-    Messages go through the tokenizer's chat template. If the last one is the assistant's, it is continued;
-    otherwise the template opens the assistant's turn. Token ids are taken as they are.
+    Messages go through the tokenizer's chat template. If the last one is the assistant's, it is continued; otherwise
+    the template opens the assistant's turn. Token ids are used unchanged.
 
-    `chat` is for a plain string: True makes it a user's turn, False leaves it as raw text to be completed,
-    behind the tokenizer's own opening tokens. None, the default, makes it a turn if the tokenizer has a chat
-    template: an instruct model given raw text rambles.
+    `chat` is for a plain string: True makes it a user's turn, False leaves it as raw text to be completed, after the
+    tokenizer's own opening tokens. None, the default, makes it a turn if the tokenizer has a chat template: an
+    instruct model given raw text rambles.
     """
     if isinstance(prompt, str):
         if chat or (chat is None and tokenizer.chat_template):
@@ -71,10 +71,10 @@ def encode(prompt: Prompt, tokenizer: Tokenizer, *, chat: bool | None = None) ->
 
 
 def each(prompts: Prompt) -> tuple[list[Any], bool]:
-    """The prompts one by one, and whether there was just one and not a list of them.
+    """Split the argument into single prompts, and return whether it was one prompt rather than a list of them.
 
-    An empty list is a list of no prompts; an empty prompt is "", or [] in a list. A matrix of token ids is
-    taken by its rows, whole: padding is not told apart from tokens here.
+    An empty list is a list of no prompts; an empty prompt is "", or [] in a list. A matrix of token ids is split into
+    whole rows: padding cannot be distinguished from tokens here.
     """
     if isinstance(prompts, str):
         return [prompts], True
@@ -112,72 +112,71 @@ def _checked(items: list[Any]) -> list[int]:
 
 
 class Detokenizer:
-    """Tokens in, whole characters out; all pieces together are `tokenizer.decode` of all tokens.
+    """An incremental decoder that returns whole characters; all pieces together equal `tokenizer.decode` of all tokens.
 
-    Only a window is decoded, never the whole text: the tokens of the last piece, which settle how the
-    following ones read, and those held back since because their bytes end inside a character. `flush` gives
-    what is left; bytes that never became a character come out as U+FFFD there, as `decode` has them.
+    Only a window is decoded, never the whole text: the tokens of the last piece, which fix how the following ones
+    decode, and those held back because their bytes end inside a character. `flush` returns the rest; bytes that never
+    became a character come out as U+FFFD there, as in `decode`.
 
-    With `after`, the text continues these tokens instead of standing alone: where a SentencePiece tokenizer
-    would drop the space in front of the first word, it is kept.
+    With `after`, the text continues these tokens instead of standing alone: the space that a SentencePiece tokenizer
+    drops before the first word of a text is kept.
 
-    The one exception to the first sentence: where a tokenizer takes back a character that was complete (byte
-    fallback, when invalid bytes follow in the same run), what was given out stays.
+    One exception: if a tokenizer retracts a character that was complete (byte fallback, when invalid bytes follow in
+    the same run), the character that was already returned stays.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items() if skip_special else ()
-        self._skipped = frozenset(token for token, what in added if what.special)
+        self._skipped = frozenset(token for token, content in added if content.special)
         self._window = [token for token in after if token not in self._skipped][-CONTEXT:]
-        self._read = len(self._window)  # tokens of the window that are out already, here only as context
-        self._given = len(self._decode().rstrip(REPLACEMENT))  # characters of the window's text that are out
+        self._context = len(self._window)  # tokens of the window whose text is returned already
+        self._returned = len(self._decode().rstrip(REPLACEMENT))  # characters of the window's text returned already
 
     def push(self, token: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
         if token in self._skipped:
             return ""
         self._window.append(token)
         text = self._decode()
-        if len(text) > self._given and not text.endswith(REPLACEMENT):
-            return self._give(text)
-        if len(self._window) - self._read > PENDING:
-            return self._give_up_on(text)
+        if len(text) > self._returned and not text.endswith(REPLACEMENT):
+            return self._release(text)
+        if len(self._window) - self._context > PENDING:
+            return self._release_incomplete(text)
         return ""
 
     def flush(self) -> str:
-        """What was held back; after it, a new text may begin."""
-        piece = self._decode()[self._given :]
-        self._window, self._read, self._given = [], 0, 0
+        """Return the text held back, and reset for a new text."""
+        piece = self._decode()[self._returned :]
+        self._window, self._context, self._returned = [], 0, 0
         return piece
 
     def _decode(self) -> str:
         text: str = self._tokenizer.decode(self._window, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def _give(self, text: str) -> str:
-        piece = text[self._given :]
-        self._window = self._window[self._read :]
-        self._read = len(self._window)
-        self._given = len(self._decode())
+    def _release(self, text: str) -> str:
+        piece = text[self._returned :]
+        self._window = self._window[self._context :]
+        self._context = len(self._window)
+        self._returned = len(self._decode())
         return piece
 
-    def _give_up_on(self, text: str) -> str:
-        """Let go of all but the last 3 bytes' worth, which may still become a character."""
-        sure = max(self._given, len(text) - (3 if text.endswith(REPLACEMENT) else 0))
-        piece, held = text[self._given : sure], len(text) - sure
-        self._window, self._read = self._window[-CONTEXT:], 0
-        self._given = max(0, len(self._decode()) - held)
+    def _release_incomplete(self, text: str) -> str:
+        """Return all but the last 3 bytes, which may still become a character."""
+        end = max(self._returned, len(text) - (3 if text.endswith(REPLACEMENT) else 0))
+        piece, held = text[self._returned : end], len(text) - end
+        self._window, self._context = self._window[-CONTEXT:], 0
+        self._returned = max(0, len(self._decode()) - held)
         return piece
 
 
 class TextStream:
-    """Tokens in, text out that is safe to show: what may be the beginning of a stop string is held back.
+    """An incremental decoder that ends at a stop string and holds back text that may be the beginning of one.
 
-    The text ends before the first stop string to be complete (of two that end together, before the longer).
-    That is a property of the characters: it does not depend on how they fall into tokens, or tokens into
-    rounds. `consumed` counts the tokens up to and including the one that completed it; what was fed after it
-    is ignored.
+    The text ends before the first stop string to be complete (of two that end together, before the longer). This
+    depends on the characters only, not on how they fall into tokens, or tokens into rounds. `consumed` counts the
+    tokens up to and including the one that completed the stop string; tokens fed after it are ignored.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: str | Sequence[str] | None = None) -> None:
@@ -188,27 +187,27 @@ class TextStream:
         self._held = ""
         self.consumed = 0
         self.stopped: str | None = None
-        """The stop string that ended the text."""
+        """The stop string that ended the text; None so far."""
 
     def feed(self, tokens: Iterable[int]) -> str:
-        """The text that these tokens make safe to show."""
+        """Return the text that these tokens make safe to show."""
         pieces = []
         for token in tokens:
             if self.stopped is not None:
                 break
             self.consumed += 1
-            pieces.append(self._show(self._detokenizer.push(token)))
+            pieces.append(self._safe_part(self._detokenizer.push(token)))
         return "".join(pieces)
 
     def flush(self) -> str:
-        """The rest, when no more tokens come. A stop string may be found in it."""
+        """Return the rest of the text after the last token. A stop string may still be found in it."""
         if self.stopped is not None:
             return ""
-        piece = self._show(self._detokenizer.flush())
+        piece = self._safe_part(self._detokenizer.flush())
         held, self._held = self._held, ""
         return piece + held
 
-    def _show(self, piece: str) -> str:
+    def _safe_part(self, piece: str) -> str:
         text = self._held + piece
         found = [(text.index(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text]
         if found:
@@ -221,6 +220,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the beginning of `stop`."""
+    """Count the characters at the end of `text` that are the beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,7 @@
-"""A second body for a model: modules and configuration copied, weights shared, so that the user's stays untouched."""
+"""Copy a transformers model without its weights: modules and configuration are copied, tensors are shared.
+
+The user's model stays unaltered, and the copy costs no memory.
+"""
 
 import copy
 
@@ -6,63 +9,66 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from draftproof.core.types import InexactError
-from draftproof.models.attention import NAME, register
+from draftproof.models.attention import ATTENTION_NAME, register
 from draftproof.models.compatibility import decoder_config
 
 
-def shadow(model: PreTrainedModel) -> PreTrainedModel:
-    """A structural copy that shares every parameter and buffer; what is changed on it does not reach the original.
+def structural_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model's modules and configuration; parameters and buffers are shared with the original.
 
-    transformers leaves hooks and switches on the modules that it runs (hidden states, attention kernels, rotary
-    frequencies); here they land on the copy. A model should be on its device before it is copied.
+    transformers leaves hooks and flags on the modules that it runs (hidden states, attention kernels, rotary
+    frequencies); they land on the copy. Move a model to its device before copying it.
     """
     shared = [*model.parameters(), *model.buffers()]
-    twin: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-    return twin
+    copied: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    return copied
 
 
-def attentive(model: PreTrainedModel) -> PreTrainedModel:
-    """A shadow whose attention takes our masks, by our own kernel where the model looks its kernel up by name."""
-    twin = shadow(model)
-    wanted = decoder_config(twin)._attn_implementation
-    if wanted == "eager" or (wanted == "sdpa" and not twin._supports_attention_backend):
-        return twin
-    if not twin._supports_attention_backend:
+def copy_for_slot_cache(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model so that its attention accepts our masks.
+
+    It runs `folded_attention` if the model looks its attention up by name, else its own `eager` or `sdpa`.
+    """
+    copied = structural_copy(model)
+    implementation = decoder_config(copied)._attn_implementation
+    if implementation == "eager" or (implementation == "sdpa" and not copied._supports_attention_backend):
+        return copied
+    if not copied._supports_attention_backend:
         raise InexactError(
-            f"{type(model).__name__} runs {wanted!r}, which takes no mask of ours: load it with "
+            f"{type(model).__name__} runs {implementation!r}, which does not accept our masks: load it with "
             'attn_implementation="sdpa" or "eager"'
         )
     register()
-    twin.set_attn_implementation(NAME)
-    return twin
+    copied.set_attn_implementation(ATTENTION_NAME)
+    return copied
 
 
-def shortened(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """A structural copy with only the first `count` decoder layers, then the model's own norm and head."""
-    twin = shadow(model)
-    config = decoder_config(twin)
+def copy_first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """Copy a model with only its first `count` decoder layers, followed by its norm and output layer."""
+    copied = structural_copy(model)
+    config = decoder_config(copied)
     total = config.num_hidden_layers
     if not 1 <= count < total:
         raise ValueError(f"first_layers({count}): {type(model).__name__} has {total} layers, so take 1 to {total - 1}")
-    parent, name = _stack(twin, total)
+    parent, name = _decoder_stack(copied, total)
     setattr(parent, name, getattr(parent, name)[:count])
     config.num_hidden_layers = count
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = config.layer_types[:count]
-    return twin
+    return copied
 
 
-def _stack(twin: PreTrainedModel, total: int) -> tuple[nn.Module, str]:
-    """Where the decoder layers hang: the only list of that many modules under the base model."""
+def _decoder_stack(model: PreTrainedModel, total: int) -> tuple[nn.Module, str]:
+    """Find the list of decoder layers (its parent, its name): the only list of that many modules in the base model."""
     found = [
         (parent, name)
-        for parent in twin.base_model.modules()
+        for parent in model.base_model.modules()
         for name, child in parent.named_children()
         if isinstance(child, nn.ModuleList) and len(child) == total
     ]
     if len(found) != 1:
         raise ValueError(
-            f"first_layers needs one stack of {total} decoder layers, and {type(twin).__name__} has {len(found)} lists "
-            "of that many modules: pass a smaller model as the drafter instead"
+            f"first_layers needs one stack of {total} decoder layers, and {type(model).__name__} has {len(found)} "
+            "lists of that many modules: pass a smaller model as the drafter instead"
         )
     return found[0]

@@ -1,32 +1,42 @@
-"""The entrance for other people's engines: raw logits in, verdict out, and nothing assumed silently."""
+"""Decide a round: `verify` for other people's engines and `decide` for ours, on one path.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+`decide` takes the Triton kernels where they serve the call, else the PyTorch rules. Both make the same decisions from
+the same random numbers. Kernels work on raw scores and write out no distribution; what they flag as faulty is decided
+again by the reference, which can say what is wrong with it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof import kernels
+from draftproof.core.device import is_cpu
 from draftproof.core.distribution import Distribution, DraftVocab
 from draftproof.core.rng import Philox
-from draftproof.core.sampling import SamplingParams, warp
-from draftproof.core.tree import check_parents, real
+from draftproof.core.sampling import SamplingParams, warp, warp_without_sync
+from draftproof.core.tree import real
 from draftproof.core.types import PAD, Draft, History, Verdict
-from draftproof.rules import RULES, Verifier, resolve
+from draftproof.rules import Verifier, resolve
 from draftproof.rules.chain import refuse_inexact
 from draftproof.rules.checks import (
+    BAD_DRAFT,
+    BAD_TARGET,
+    MIXED_DRAFT,
     Samplings,
-    check_distribution,
-    check_drawn,
-    check_lengths,
     check_same_shape,
     check_shapes,
-    check_tokens,
+    explain_faults,
     lengths_of,
     rng_of,
     samplings_of,
+    screened,
+    screened_q,
 )
 
 Histories = Sequence[History | tuple[Sequence[int] | Tensor, Sequence[int] | Tensor]]
@@ -50,7 +60,7 @@ def verify(
 ) -> Verdict:
     """Decide which draft tokens are kept and what follows them, with exactly the target's distribution.
 
-    target_logits   the target's raw scores: position 0 before the draft, position i + 1 behind draft token i
+    target_logits   the target's raw scores: position 0 before the draft, position i + 1 after draft token i
     draft_tokens    what the drafter proposed
     draft_logits    the raw scores the drafter drew from; None: it chose its tokens without drawing (n-gram, argmax)
     draft_lengths   how many tokens of each row count, 0 to K; all if None
@@ -62,11 +72,11 @@ def verify(
     rule            "block" (keeps most), "token", "coupled" (the text depends on the seed alone), "tree", or a Verifier
     seeds           one for each row; None: drawn from torch's default generator
     positions       index of the first token this call emits in each row, prompt counted; needed with seeds, as
-                    otherwise every round would throw the same coins again
+                    otherwise every round would use the same random numbers again
     draft_ids       the target's id of each entry of a smaller draft vocabulary; `torch.arange(R)` where the target's
                     is merely padded
 
-    Returns a Verdict: `tokens` [B, K + 1] (kept ones, one closing token, then -1) and `accepted` [B].
+    Returns a Verdict: `tokens` [B, K + 1] (the kept ones, one more, then -1) and `accepted` [B].
 
     >>> import torch, draftproof as dp
     >>> torch.manual_seed(0)                                      # doctest: +SKIP
@@ -88,169 +98,274 @@ def verify(
             "draft_sampling must say how the draft's tokens were drawn: sampling is not plain softmax, and the "
             "distribution of a drawn token cannot be guessed. Pass draft_sampling=sampling if both use the same"
         )
-    given = _Given(
-        target_logits,
-        draft_tokens,
-        draft_logits,
-        lengths_of(draft_lengths, draft_tokens),
-        samplings,
-        samplings_of("draft_sampling", draft_sampling, B),
-        None if history is None else [History(*row) for row in history],  # type: ignore[arg-type]
-        allowed,
-        parents,
-        None if draft_logits is None else draft_ids,
-        cache(partial(rng_of, seeds, positions, samplings, target_logits.device)),
-    )
     check_same_shape("allowed", allowed, (B, K + 1, V))
     check_same_shape("parents", parents, (B, K))
-    found = _by_kernels(given, rule)
-    return _by_reference(given, resolve(rule)) if found is None else found
+    raw = None
+    if draft_logits is not None:
+        raw = RawDraft(draft_logits, samplings_of("draft_sampling", draft_sampling, B), draft_ids)
+    scored = Scored(
+        target_logits,
+        samplings,
+        Draft(draft_tokens, lengths_of(draft_lengths, draft_tokens), parents=parents),
+        None if history is None else [History(*row) for row in history],  # type: ignore[arg-type]
+        allowed,
+        raw,
+    )
+
+    rng = cache(partial(rng_of, seeds, positions, samplings, target_logits.device))
+    return decide(scored, rng, rule, _verdict_without_faults, refuse=partial(explain_faults, scored.draft, allowed))
+
+
+def _verdict_without_faults(decision: "Decision") -> Verdict | None:
+    return None if decision.by_kernels and bool(decision.faults.any()) else decision.verdict
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """A call of `verify`, its shapes checked and its values not yet."""
+class RawDraft:
+    """A drafter's raw scores, from which q is still to be made; `ids` names the entries of a smaller vocabulary."""
 
-    target: Tensor
-    tokens: Tensor
-    draft: Tensor | None
-    lengths: Tensor
-    samplings: list[SamplingParams]
-    drafts: list[SamplingParams]
-    seen: list[History] | None
-    allowed: Tensor | None
-    parents: Tensor | None
-    draft_ids: Tensor | None
-    rng: Callable[[], Philox]
-    """Drawn when all else is known to be right: a call that is refused leaves torch's generator as it was."""
+    logits: Float[Tensor, "B K R"]
+    samplings: Sequence[SamplingParams]
+    ids: Int[Tensor, " R"] | None = None
 
 
-def _by_kernels(given: _Given, rule: str | Verifier) -> Verdict | None:
-    """The verdict in one wait; None where kernels do not serve the call, or find a fault that the reference can name.
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A draft, the target's raw scores of it and how tokens are to be drawn: all that a rule decides from.
 
-    They serve rules by name: who passes a function of his own, or of ours, has that function run.
+    `raw_draft` is for a draft whose q is not made yet. `target` makes p where another host does so with processors of
+    its own; kernels do not serve such a round.
     """
-    if given.parents is not None or not kernels.serves(given.target, given.tokens, rule, given.draft):
-        return None
-    K, V = given.tokens.shape[1], given.target.shape[-1]
-    tokens, lengths = given.tokens.long().contiguous(), given.lengths.clamp(0, K)
-    drafts, rng = None if given.draft is None else given.drafts, given.rng()
-    vocab = None if given.draft_ids is None else _unchecked(given.draft_ids, V)
+
+    logits: Float[Tensor, "B J V"]
+    samplings: Sequence[SamplingParams]
+    draft: Draft
+    history: Sequence[History] | None = None
+    allowed: Bool[Tensor, "B J V"] | None = None
+    raw_draft: RawDraft | None = None
+    target: Callable[[Draft], Distribution] | None = None
+
+    def distribution(self, draft: Draft) -> Distribution:
+        """Return p: what plain decoding would draw from at every scored position."""
+        if self.target is not None:
+            return self.target(draft)
+        return warp_without_sync(self.logits, self.samplings, self.history, draft=draft, allowed=self.allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A verdict and what was found wrong with its inputs, all on the device: nothing was synchronised.
+
+    faults  bits a row (`rules.checks`); where they are not 0 the row's verdict does not hold, with one exception:
+            under BAD_TARGET its first `sound` tokens do
+    sound   how many emitted tokens of each row were drawn from distributions: all, or those before the first position
+            whose scores are not a distribution
+    p       the target's distributions, where they were written out
+    draft   the draft as it was verified, q included; rows with a faulty draft are empty
+    """
+
+    verdict: Verdict
+    faults: Int[Tensor, " B"]
+    sound: Int[Tensor, " B"]
+    by_kernels: bool
+    draft: Draft
+    p: Distribution | None = None
+
+
+Result = TypeVar("Result")
+Timer = Callable[[str], AbstractContextManager[None]]
+Random = Callable[[], Philox]
+"""Makes the round's random numbers, once the inputs were not refused: a refused call leaves torch's generator alone."""
+
+Refuse = Callable[[Draft, Int[Tensor, " B"], Distribution], None]
+"""Raises for the faults of a round, given the draft with its q, the bits and p; it may synchronise."""
+
+
+@contextmanager
+def untimed(stage: str) -> Iterator[None]:
+    """Measure nothing."""
+    yield
+
+
+def decide(
+    scored: Scored,
+    rng: Random,
+    rule: str | Verifier,
+    read: Callable[[Decision], Result | None],
+    *,
+    refuse: Refuse | None = None,
+    timer: Timer = untimed,
+) -> Result:
+    """Verify a draft by kernels or by the reference, and return what `read` made of the decision.
+
+    `read` copies to the CPU what its caller needs, in one synchronisation. It returns None where the kernels' decision
+    has faults: the reference then decides again. There `refuse`, if given, may raise for them; without it rows with a
+    faulty draft are verified without their draft, and the decision says which.
+    """
+    if serves(scored, rule):
+        with timer("verify"):
+            decision = _by_kernels(scored, rng(), str(rule))
+        with timer("commit"):
+            result = read(decision)
+        if result is not None:
+            return result
+    decision = _by_reference(scored, rng, resolve(rule), refuse, timer)
+    with timer("commit"):
+        result = read(decision)
+    assert result is not None, "the reference's decision is final"
+    return result
+
+
+def serves(scored: Scored, rule: str | Verifier) -> bool:
+    """Tell whether the kernels know this rule and can take this draft. They know names: a function is called as it is."""
+    draft = scored.draft
+    q_logits = None if draft.q is None else draft.q.logits
+    q_logits = q_logits if scored.raw_draft is None else scored.raw_draft.logits
+    chain = draft.parents is None and scored.target is None
+    return chain and kernels.serves(scored.logits, draft.tokens, rule, q_logits)
+
+
+# ---------------------------------------------------------------------------------------------------- the reference
+
+
+def _by_reference(scored: Scored, rng: Random, rule: Verifier, refuse: Refuse | None, timer: Timer) -> Decision:
+    """Write out p and q, check them, and apply the rule. On a GPU nothing here synchronises unless `refuse` does."""
+    with timer("warp"):
+        draft, faults = screened(scored.draft, scored.logits.shape[-1])
+        if scored.raw_draft is not None:
+            draft, wrong_q = screened_q(replace(draft, q=_made_q(scored, scored.raw_draft, draft)))
+            faults = faults | wrong_q
+        p, broken = _mended(scored.distribution(draft))
+        faults = faults | BAD_TARGET * broken.any(1)
+        if refuse is not None:
+            refuse(draft, faults, p)
+    with timer("verify"):
+        verdict = rule(p, draft, rng())
+    drawn = (verdict.tokens != PAD) & ~broken.gather(1, positions_of(verdict))
+    return Decision(verdict, faults, drawn.long().cumprod(1).sum(1), by_kernels=False, draft=draft, p=p)
+
+
+def _made_q(scored: Scored, raw: RawDraft, draft: Draft) -> Distribution:
+    """Make the distribution the draft's tokens were drawn from."""
+    vocab = None if raw.ids is None else DraftVocab.of(raw.ids, scored.logits.shape[-1])
+    return warp(raw.logits, raw.samplings, scored.history, draft, vocab=vocab)
+
+
+def _mended(p: Distribution) -> tuple[Distribution, Bool[Tensor, "B J"]]:
+    """Replace positions that have no distribution by a point mass, and say which: NaN scores, or nothing allowed.
+
+    A draft may lead to such a position although the text never gets there. The point mass keeps the distribution of
+    everything before it, and a request fails only if it gets there, as in plain decoding.
+    """
+    broken = p.lse.isnan()
+    if is_cpu(broken.device) and not bool(broken.any()):  # on a GPU this test would synchronise
+        return p, broken
+    return replace(p, lse=p.lse.masked_fill(broken, 0.0), point=p.point.masked_fill(broken, 0), plain=False), broken
+
+
+def positions_of(verdict: Verdict) -> Int[Tensor, "B J"]:
+    """Return the scored position from which each emitted token was drawn."""
+    B, J = verdict.tokens.shape
+    if verdict.path is None:
+        return torch.arange(J, device=verdict.tokens.device).expand(B, J)
+    return torch.nn.functional.pad(verdict.path.clamp_min(PAD) + 1, (1, 0))
+
+
+# ------------------------------------------------------------------------------------------------------ the kernels
+
+
+def _by_kernels(scored: Scored, rng: Philox, rule: str) -> Decision:
+    """Launch the kernels on the raw scores. Nothing is synchronised."""
+    if rule != "coupled":
+        refuse_inexact(scored.draft, rule)
+    K = scored.draft.tokens.shape[1]
+    lengths = scored.draft.lengths.clamp(0, K)
+    draft = replace(scored.draft, tokens=scored.draft.tokens.long().contiguous(), lengths=lengths)
+    if scored.raw_draft is not None:
+        rows = _with_raw_draft(scored, scored.raw_draft, draft, rng, rule)
+    else:
+        rows = _with_settled_draft(scored, draft, rng, rule)
+    faults = torch.where(lengths == scored.draft.lengths, rows.faults, BAD_DRAFT)
+    return Decision(Verdict(rows.tokens, rows.accepted), faults, rows.accepted + 1, by_kernels=True, draft=draft)
+
+
+def _with_raw_draft(scored: Scored, raw: RawDraft, draft: Draft, rng: Philox, rule: str) -> kernels.Rows:
+    """Verify a draft given by raw scores: the kernels warp both sides."""
+    V, samplings = scored.logits.shape[-1], scored.samplings
+    vocab = None if raw.ids is None else _unchecked_vocab(raw.ids, V)
     rows = kernels.verify_rows(
-        given.target,
-        tokens,
-        given.draft,
-        rule=str(rule),
+        scored.logits,
+        draft.tokens,
+        raw.logits,
+        rule=rule,
         parameters=kernels.Parameters.of(
-            given.samplings, given.drafts, seeds=rng.seeds, positions=rng.starts, lengths=lengths
+            samplings, raw.samplings, seeds=rng.seeds, positions=rng.starts, lengths=draft.lengths
         ),
-        edits=kernels.Edits.of(given.samplings, drafts, given.seen, tokens, lengths, V, vocab),
-        allowed=None if given.allowed is None else kernels.pack(given.allowed),
+        edits=kernels.Edits.of(samplings, raw.samplings, scored.history, draft.tokens, draft.lengths, V, vocab),
+        allowed=None if scored.allowed is None else kernels.pack(scored.allowed),
         draft_entries=None if vocab is None else vocab.entry,
     )
-    wrong = (rows.faults != 0) | (lengths != given.lengths)
-    if vocab is not None and given.draft_ids is not None:
-        twice = vocab.entry[vocab.ids] != torch.arange(len(vocab.ids), device=wrong.device)
-        wrong = torch.cat([wrong, twice, vocab.ids.not_equal(given.draft_ids)])
-    return None if bool(wrong.any()) else Verdict(rows.tokens, rows.accepted)
+    if vocab is None or raw.ids is None:
+        return rows
+    duplicate = vocab.entry[vocab.ids] != torch.arange(len(vocab.ids), device=vocab.ids.device)
+    wrong_ids = (duplicate | vocab.ids.not_equal(raw.ids)).any()
+    return rows._replace(faults=torch.where(wrong_ids, BAD_DRAFT, rows.faults))
 
 
-def _unchecked(draft_ids: Int[Tensor, " R"], V: int) -> DraftVocab:
-    """`DraftVocab.of` without a look at the ids: a clamped one, or two of the same, show when all is looked at together."""
+def _unchecked_vocab(draft_ids: Int[Tensor, " R"], V: int) -> DraftVocab:
+    """Make a `DraftVocab` without a device sync: out-of-range or duplicate ids are reported with the other faults."""
     ids = draft_ids.long().clamp(0, V - 1)
     entry = torch.full((V,), PAD, dtype=torch.long, device=ids.device)
     return DraftVocab(ids, entry.scatter_(0, ids, torch.arange(len(ids), device=ids.device)))
 
 
-def _by_reference(given: _Given, verifier: Verifier) -> Verdict:
-    """Look at every value, say what is wrong with it, and judge."""
-    check_lengths(given.lengths, given.tokens.shape[1])
-    draft = Draft(given.tokens, given.lengths, parents=given.parents)
-    check_tokens(draft, given.target.shape[-1])
-    check_parents(draft)
-    p = warp(given.target, given.samplings, given.seen, draft, given.allowed)
-    check_distribution("target_logits", p, given.allowed, torch.ones_like(p.lse, dtype=torch.bool))
-    if given.draft is not None:
-        vocab = None if given.draft_ids is None else DraftVocab.of(given.draft_ids, given.target.shape[-1])
-        q = warp(given.draft, given.drafts, given.seen, draft, vocab=vocab)
-        check_distribution("draft_logits", q, None, real(draft))
-        draft = Draft(given.tokens, given.lengths, q, parents=given.parents)
-        check_drawn(draft, q)
-    return verifier(p, draft, given.rng())
-
-
-MIXED_DRAFT = 8
-"""A fault beside the kernels' own: the distributions of one row's draft differ in kind, which they are not made for."""
-
-
-def serves(logits: Float[Tensor, "B J V"], draft: Draft, rule: str | Verifier) -> bool:
-    """Whether the kernels know this rule, and can take this draft where it lies."""
-    dist = None if draft.q is None else draft.q.logits
-    return draft.parents is None and kernels.serves(logits, draft.tokens, _name(rule), dist)
-
-
-def verify_draft(
-    logits: Float[Tensor, "B J V"],
-    samplings: Sequence[SamplingParams],
-    draft: Draft,
-    rng: Philox,
-    rule: str | Verifier,
-    *,
-    history: Sequence[History] | None = None,
-    allowed: Bool[Tensor, "B J V"] | None = None,
-) -> kernels.Rows:
-    """Judge a draft by raw target logits and by the distributions it was drawn from, as its drafter settled them."""
-    name = _name(rule)
-    if name != "coupled":
-        refuse_inexact(draft, name)
-    tokens, lengths = draft.tokens.contiguous(), draft.lengths
-    settled = [SamplingParams()] * len(
-        samplings
-    )  # the draft's distributions are final: nothing is left to be done to them
-    parameters = kernels.Parameters.of(samplings, settled, seeds=rng.seeds, positions=rng.starts, lengths=lengths)
-    edits = kernels.Edits.of(samplings, settled, history, tokens, lengths, logits.shape[-1])
-    bits = None if allowed is None else kernels.pack(allowed)
-    if draft.q is None or name == "coupled" or tokens.shape[1] == 0:
-        return kernels.verify_rows(logits, tokens, parameters=parameters, rule=name, edits=edits, allowed=bits)
-    dist, kind = draft.q, _kind(draft, draft.q)
+def _with_settled_draft(scored: Scored, draft: Draft, rng: Philox, rule: str) -> kernels.Rows:
+    """Verify a draft whose distributions its drafter has already made, or whose tokens were chosen."""
+    final = [SamplingParams()] * len(scored.samplings)  # q is final: nothing is left to be done to its logits
+    parameters = kernels.Parameters.of(
+        scored.samplings, final, seeds=rng.seeds, positions=rng.starts, lengths=draft.lengths
+    )
+    V = scored.logits.shape[-1]
+    edits = kernels.Edits.of(scored.samplings, final, scored.history, draft.tokens, draft.lengths, V)
+    allowed = None if scored.allowed is None else kernels.pack(scored.allowed)
+    if draft.q is None or rule == "coupled" or draft.tokens.shape[1] == 0:
+        return kernels.verify_rows(
+            scored.logits, draft.tokens, parameters=parameters, rule=rule, edits=edits, allowed=allowed
+        )
+    kind = _kind_of(draft, draft.q)
     parameters["draft_temperature"].copy_(kind.temperature)
     rows = kernels.verify_rows(
-        logits,
-        tokens,
-        dist.logits,
+        scored.logits,
+        draft.tokens,
+        draft.q.logits,
         parameters=parameters,
-        rule=name,
+        rule=rule,
         edits=edits,
-        allowed=bits,
-        draft_entries=None if dist.vocab is None else dist.vocab.entry,
-        draft_lse=dist.lse,
-        draft_cutoff=dist.cutoff,
+        allowed=allowed,
+        draft_entries=None if draft.q.vocab is None else draft.q.vocab.entry,
+        draft_lse=draft.q.lse,
+        draft_cutoff=draft.q.cutoff,
     )
-    return rows._replace(faults=rows.faults + MIXED_DRAFT * kind.odd)
+    return rows._replace(faults=rows.faults + MIXED_DRAFT * kind.mixed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How a row's draft was drawn: at which temperature, 0 where it was chosen. `odd`: not all of it in one way."""
+    """How a row's draft was drawn: its temperature, 0 where it was chosen; `mixed` where not all in one way."""
 
     temperature: Float[Tensor, " B"]
-    odd: Bool[Tensor, " B"]
+    mixed: Bool[Tensor, " B"]
 
 
-def _kind(draft: Draft, dist: Distribution) -> _Kind:
+def _kind_of(draft: Draft, q: Distribution) -> _Kind:
     there = real(draft)
-    temperature = 1 / dist.scale[:, 0]
-    differs = (there & (dist.scale != dist.scale[:, :1])).any(1)
-    if dist.plain and draft.drawn is None:
+    temperature = 1 / q.scale[:, 0]
+    differs = (there & (q.scale != q.scale[:, :1])).any(1)
+    if q.plain and draft.drawn is None:
         return _Kind(temperature, differs)
     drawn = there if draft.drawn is None else there & draft.drawn
-    point = dist.point != PAD
-    sure = ((point | ~drawn) & there).sum(1)
-    wrong = (point & drawn & (dist.point != draft.tokens)).any(1)  # it was not drawn from that distribution
-    chosen = sure == draft.lengths
-    return _Kind(temperature.masked_fill(chosen, 0.0), wrong | (~chosen & (differs | (sure > 0))))
-
-
-def _name(rule: str | Verifier) -> str:
-    """A rule's name; nothing that the kernels know for one that has none."""
-    return rule if isinstance(rule, str) else next((name for name, known in RULES.items() if known is rule), "")
+    point = q.point != PAD
+    certain = ((point | ~drawn) & there).sum(1)
+    wrong = (point & drawn & (q.point != draft.tokens)).any(1)  # the token was not drawn from that distribution
+    chosen = certain == draft.lengths
+    return _Kind(temperature.masked_fill(chosen, 0.0), wrong | (~chosen & (differs | (certain > 0))))

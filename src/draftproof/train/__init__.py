@@ -1,1 +1,1 @@
-"""A drafting head for any target, trained on what the target itself says."""
+"""Train a drafting head for any target, on text that the target itself generates."""

@@ -1,4 +1,4 @@
-"""A head, from nothing to its figures: the target talks, the head learns, the engine tries it."""
+"""Train a drafting head from start to finish: generate texts with the target, train the head, evaluate it."""
 
 import json
 import time
@@ -18,35 +18,35 @@ from draftproof.models.head.network import Head
 from draftproof.models.head.taps import shape_for
 from draftproof.models.hf import HFModel
 from draftproof.train import report as reports
-from draftproof.train.config import DATA, DEFAULT_VOCAB, Budget, Plan, Workplace, workplace
-from draftproof.train.data import Corpus, corpus, ends_of, frequent
-from draftproof.train.evaluate import examine, tried
+from draftproof.train.config import DATA_SHARE, DEFAULT_VOCAB, Budget, RunFolder, TrainConfig, open_run_folder
+from draftproof.train.data import Corpus, end_tokens, frequent_tokens, make_corpus
+from draftproof.train.evaluate import evaluate_held_out, tokens_per_pass
 from draftproof.train.report import Figures
-from draftproof.train.target import Notes, TargetSignals, counted, room_on
-from draftproof.train.trainer import Origin, Progress, Student, Study, needs, origin
+from draftproof.train.target import SignalCache, TargetSignals, cache_limit, trained_positions
+from draftproof.train.trainer import HeadTrainer, InitialHead, Progress, TrainingRun, initial_head, step_bytes
 
-EXAM: Final = 0.2
-"""Of the time for the evaluation: the rest is the loop's."""
+HELD_OUT_SHARE: Final = 0.2
+"""Share of the evaluation's time for the held-out texts; the rest is for the engine's loop."""
 
 GPU_EVALUATION: Final = 45.0
 CPU_EVALUATION: Final = 600.0
-"""Seconds in which all prompts are answered, and a little more."""
+"""Most seconds of an evaluation with the engine's loop: enough to answer all prompts."""
 
-GPU_EXAM: Final = 6.0
-CPU_EXAM: Final = 60.0
-"""Seconds of an evaluation without them."""
+GPU_HELD_OUT: Final = 6.0
+CPU_HELD_OUT: Final = 60.0
+"""Most seconds of an evaluation without the engine's loop."""
 
-GPU_DATA: Final = 0.4
-"""Of the time, for texts, where a training reads a text in less than a tenth of the time in which it was made: more
-texts are worth more there than more epochs."""
+GPU_DATA_SHARE: Final = 0.4
+"""Share of the time for generating texts on a GPU. Training on a text takes less than a tenth of the time of generating
+it there, so more texts help more than more epochs."""
 
-GPU_LATER_DATA: Final = 0.34
-"""The same for a head that goes on: it has read others before."""
+GPU_CONTINUED_DATA_SHARE: Final = 0.34
+"""Share of the time for generating texts on a GPU if the head continues another, which has seen other texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Who is told how it goes: a stage and its share; a training's progress; a line of news."""
+    """Callbacks that follow a run: a stage and the share of it that is done, the training's progress, a message."""
 
     stage: Callable[[str, float], None] = lambda stage, share: None
     progress: Callable[[Progress], None] = lambda progress: None
@@ -54,135 +54,143 @@ class Watch:
 
 
 def train(
-    plan: Plan,
+    config: TrainConfig,
     *,
     resume: bool = False,
     pause: float | None = None,
     watch: Watch | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Figures:
-    """Train a head into `plan.out`; the figures, which also lie there.
+    """Train a head into `config.out` and return its figures, which are also saved there.
 
-    `resume` goes on with what lies in the folder. After `pause` seconds the work is put aside (`PausedError`).
+    `resume` continues the run in that folder. After `pause` seconds the run is saved and `PausedError` raised.
     """
     watch = watch or Watch()
-    place = workplace(plan, resume)
-    budget = Budget(60 * plan.minutes, place.spent, pause, *_shares(plan), clock)
+    run_folder = open_run_folder(config, resume)
+    budget = Budget(60 * config.minutes, run_folder.spent, pause, *_time_limits(config), clock)
     try:
-        with steady_attention(_device(plan)):
-            figures = _learnt(place, budget, watch)
-            if plan.counts:
-                made = tried(plan, _device(plan), budget, watch.stage)
-                figures["tokens_per_pass"], figures["texts_in_the_loop"] = made
+        with steady_attention(_device(config)):
+            figures = _train_and_save(run_folder, budget, watch)
+            if config.counts:
+                counts, texts = tokens_per_pass(config, _device(config), budget, watch.stage)
+                figures["tokens_per_pass"], figures["texts_in_the_loop"] = counts, texts
     finally:
-        if place.begun:
-            place.spend(budget.spent)
+        if run_folder.begun:
+            run_folder.save_spent(budget.spent)
     figures["seconds"]["all"] = budget.spent
-    _write(plan, figures)
-    if not reports.plot(figures, plan.out / "acceptance.png"):
+    _save_figures(config, figures)
+    if not reports.plot(figures, config.out / "acceptance.png"):
         watch.say("no plot: that needs matplotlib (pip install 'draftproof[plot]')")
     return figures
 
 
-def _shares(plan: Plan) -> tuple[float, float]:
-    """The most seconds that the evaluation takes, and the share of the data."""
-    if not _on_gpu(plan):
-        return CPU_EVALUATION if plan.counts else CPU_EXAM, plan.data or DATA
-    return GPU_EVALUATION if plan.counts else GPU_EXAM, plan.data or (GPU_LATER_DATA if plan.start else GPU_DATA)
-
-
-def _learnt(place: Workplace, budget: Budget, watch: Watch) -> Figures:
-    """Data, training, and the head on disk: there as soon as it has been trained, whatever becomes of the rest."""
-    plan = place.plan
-    model, tokenizer = _target(plan)
-    begun = origin(plan, model)
-    texts = corpus(place, model, tokenizer, budget, watch.stage)
+def _train_and_save(run_folder: RunFolder, budget: Budget, watch: Watch) -> Figures:
+    """Make the texts, train, and save the head: once before the held-out evaluation and once with its results."""
+    config = run_folder.config
+    model, tokenizer = _load_target(config)
+    start = initial_head(config, model)
+    texts = make_corpus(run_folder, model, tokenizer, budget, watch.stage)
     watch.say(f"{len(texts.train)} texts of {texts.train.tokens.shape[1]} tokens")
-    teacher = _teacher(plan, model, tokenizer, texts)
-    study = _study(place, begun.head.to(model.device), teacher, texts, budget)
-    study.run(watch.progress)
-    figures = _figures(plan, budget, texts, study, begun)
-    _keep(plan, figures, study.student, teacher, model)
+    signals = _target_signals(config, model, tokenizer, texts)
+    run = _training_run(run_folder, start.head.to(model.device), signals, texts, budget)
+    run.run(watch.progress)
+    figures = _figures(config, budget, texts, run, start)
+    _save_head(config, figures, run.trainer, signals, model)
     budget.check_pause(budget.for_evaluation)
-    seconds = (EXAM if plan.counts else 1.0) * budget.left_until(budget.seconds)
-    figures["held_out"] = asdict(examine(study.student, teacher, texts.held_out, seconds))
-    _keep(plan, figures, study.student, teacher, model)
+    seconds = (HELD_OUT_SHARE if config.counts else 1.0) * budget.left_until(budget.seconds)
+    figures["held_out"] = asdict(evaluate_held_out(run.trainer, signals, texts.held_out, seconds))
+    _save_head(config, figures, run.trainer, signals, model)
     return figures
 
 
-def _keep(plan: Plan, figures: Figures, student: Student, teacher: TargetSignals, model: PreTrainedModel) -> None:
-    """The head and its figures, as far as they are known."""
-    training = {name: value for name, value in figures.items() if name != "history"}
-    ids = tuple(teacher.ids.tolist())
-    save(plan.out, student.average, meta_for(model, ids, target=plan.called, training=training, licence=plan.licence))
-    _write(plan, figures)
-
-
-def _target(plan: Plan) -> tuple[PreTrainedModel, Any]:
-    """The target as transformers has it; everything the engine would refuse is refused here."""
-    engine = load(plan.target, None, device=plan.device, pack=False)
+def _load_target(config: TrainConfig) -> tuple[PreTrainedModel, Any]:
+    """Load the target as a transformers model; refuse whatever the engine would refuse."""
+    engine = load(config.target, None, device=config.device, pack=False)
     if not isinstance(engine.model, HFModel):
-        raise ValueError(f"{plan.called} has an encoder: heads are for decoder-only models")
+        raise ValueError(f"{config.target_name} has an encoder: heads are for decoder-only models")
     if engine.tokenizer is None:
-        raise ValueError(f"{plan.called} has no tokenizer, and its texts begin with words")
+        raise ValueError(f"{config.target_name} has no tokenizer, and training texts begin with words")
     vocab = head_size(engine.hf)
-    if plan.vocab is not None and not 1 <= plan.vocab <= vocab:
-        raise ValueError(f"vocab={plan.vocab}: {plan.called} has {vocab} tokens; give 1 to {vocab}")
+    if config.vocab is not None and not 1 <= config.vocab <= vocab:
+        raise ValueError(f"vocab={config.vocab}: {config.target_name} has {vocab} tokens; give 1 to {vocab}")
     return engine.hf, engine.tokenizer
 
 
-def _teacher(plan: Plan, model: PreTrainedModel, tokenizer: Any, texts: Corpus) -> TargetSignals:
-    vocab = plan.vocab or min(DEFAULT_VOCAB, head_size(model))
-    ids = frequent(texts.train, head_size(model), vocab, ends_of(model, tokenizer))
+def _target_signals(config: TrainConfig, model: PreTrainedModel, tokenizer: Any, texts: Corpus) -> TargetSignals:
+    """Choose the head's vocabulary from the texts, and wrap the target for training."""
+    vocab = config.vocab or min(DEFAULT_VOCAB, head_size(model))
+    ids = frequent_tokens(texts.train, head_size(model), vocab, end_tokens(model, tokenizer))
     return TargetSignals(model, shape_for(model).taps, ids)
 
 
-def _study(place: Workplace, head: Head, teacher: TargetSignals, texts: Corpus, budget: Budget) -> Study:
-    """A student that begins with this head, or the one of the checkpoint."""
-    plan = place.plan
-    if not len(counted(texts.train, plan.depth)):
+def _training_run(
+    run_folder: RunFolder, head: Head, signals: TargetSignals, texts: Corpus, budget: Budget
+) -> TrainingRun:
+    """Set up a run that trains this head, or continues from the checkpoint if there is one."""
+    config = run_folder.config
+    if not len(trained_positions(texts.train, config.depth)):
         raise ValueError(
-            f"{plan.called} answered nothing in {len(texts.train)} texts of {texts.train.tokens.shape[1]} tokens: "
-            "there is nothing to learn from. Give more --minutes or a longer --length"
+            f"{config.target_name} answered nothing in {len(texts.train)} texts of {texts.train.tokens.shape[1]} "
+            "tokens: there is nothing to learn from. Give more --minutes or a longer --length"
         )
-    student = Student(head, teacher.rows, plan.course)
+    trainer = HeadTrainer(head, signals.rows, config.schedule)
     began, history = budget.spent, list[dict[str, object]]()
-    if place.checkpoint.exists():
-        kept = student.restore(place.checkpoint)
-        began, history = kept["began"], kept["history"]
+    if run_folder.checkpoint.exists():
+        state = trainer.restore(run_folder.checkpoint)
+        began, history = state["began"], state["history"]
     length = texts.train.tokens.shape[1]
-    needed = needs(student.head.shape, plan.course, length) + teacher.needs(plan.batch * length)
-    notes = Notes(teacher, texts.train, room_on(student.device, needed))
-    return Study(student, notes, budget, place, began, history)
+    needed = step_bytes(trainer.head.shape, config.schedule, length) + signals.bytes_needed(config.batch * length)
+    cache = SignalCache(signals, texts.train, cache_limit(trainer.device, needed))
+    return TrainingRun(trainer, cache, budget, run_folder, began, history)
 
 
-def _figures(plan: Plan, budget: Budget, texts: Corpus, study: Study, begun: Origin) -> Figures:
-    took = replace(plan, minutes=max(plan.minutes, round(budget.spent / 60, 1)))  # told fewer on the way, it took these
-    start = plan.start and plan.start.name
+def _figures(config: TrainConfig, budget: Budget, texts: Corpus, run: TrainingRun, start: InitialHead) -> Figures:
+    # a resumed run may ask for fewer minutes than were spent already; the command names those that it took
+    used = replace(config, minutes=max(config.minutes, round(budget.spent / 60, 1)))
+    names = {"target": config.target_name, "out": config.out.name, "start": config.start and config.start.name}
     return {
-        "command": took.command,
-        "plan": {**plan.as_json(), "target": plan.called, "out": plan.out.name, "start": start, "prompts": None},
-        "origin": begun.told,
+        "command": used.command,
+        "plan": {**config.as_json(), **names, "prompts": None},
+        "origin": start.provenance,
         "versions": reports.versions(),
         "texts": len(texts.train),
         "tokens": texts.tokens,
-        "steps": study.student.steps,
-        "epochs": study.student.steps * study.student.course.batch / len(texts.train),
-        "seconds": {"data": study.began, "training": budget.spent - study.began},
-        "step_ms": reports.step_ms(study.history),
-        "texts_remembered": study.notes.remembered,
-        "history": study.history,
+        "steps": run.trainer.steps,
+        "epochs": run.trainer.steps * run.trainer.schedule.batch / len(texts.train),
+        "seconds": {"data": run.began, "training": budget.spent - run.began},
+        "step_ms": reports.step_ms(run.history),
+        "texts_remembered": run.signals.cached_texts,
+        "history": run.history,
     }
 
 
-def _device(plan: Plan) -> torch.device:
-    return torch.device(plan.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+def _save_head(
+    config: TrainConfig, figures: Figures, trainer: HeadTrainer, signals: TargetSignals, model: PreTrainedModel
+) -> None:
+    """Save the averaged head and the figures known so far."""
+    training = {name: value for name, value in figures.items() if name != "history"}
+    ids = tuple(signals.ids.tolist())
+    meta = meta_for(model, ids, target=config.target_name, training=training, licence=config.licence)
+    save(config.out, trainer.average, meta)
+    _save_figures(config, figures)
 
 
-def _on_gpu(plan: Plan) -> bool:
-    return _device(plan).type == "cuda"
-
-
-def _write(plan: Plan, figures: Figures) -> None:
-    path: Path = plan.out / "figures.json"
+def _save_figures(config: TrainConfig, figures: Figures) -> None:
+    path: Path = config.out / "figures.json"
     path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _time_limits(config: TrainConfig) -> tuple[float, float]:
+    """Return the most seconds of the evaluation, and the share of the time for generating texts."""
+    if not _on_gpu(config):
+        return CPU_EVALUATION if config.counts else CPU_HELD_OUT, config.data or DATA_SHARE
+    default = GPU_CONTINUED_DATA_SHARE if config.start else GPU_DATA_SHARE
+    return GPU_EVALUATION if config.counts else GPU_HELD_OUT, config.data or default
+
+
+def _device(config: TrainConfig) -> torch.device:
+    return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _on_gpu(config: TrainConfig) -> bool:
+    return _device(config).type == "cuda"

@@ -1,4 +1,4 @@
-"""The figures of a training: a sheet to keep, a table to read, a picture to look at."""
+"""Report the figures of a training run: versions and step times, a table of tokens per pass, and a plot."""
 
 import platform
 import statistics
@@ -12,12 +12,13 @@ import transformers
 import draftproof
 
 Figures = dict[str, Any]
-"""As they are written to figures.json."""
+"""The contents of figures.json."""
 
-INKS = ("#2b5fd9", "#0b7a5b", "#d9771a")
+COLOURS = ("#2b5fd9", "#0b7a5b", "#d9771a")
 
 
 def versions() -> dict[str, str]:
+    """Return the software versions and the device that a result depends on."""
     return {
         "draftproof": draftproof.__version__,
         "torch": torch.__version__,
@@ -28,31 +29,33 @@ def versions() -> dict[str, str]:
 
 
 def step_ms(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds of a step, the median, while it trained one token of a draft and while it trained all."""
+    """Return the median milliseconds of a step: while one token of a draft was trained, and while all were."""
     times: dict[str, list[float]] = {}
-    for look in history:
-        times.setdefault("single" if len(look["accepted"]) == 1 else "unrolled", []).append(look["step_ms"])
-    return {kind: statistics.median(took) for kind, took in times.items()}
+    for entry in history:
+        times.setdefault("single" if len(entry["accepted"]) == 1 else "unrolled", []).append(entry["step_ms"])
+    return {kind: statistics.median(ms) for kind, ms in times.items()}
 
 
 def table(per_pass: Mapping[str, Mapping[str, float]]) -> str:
-    """Tokens for each pass of the target: a row a kind of prompt, a column a sampling."""
+    """Format tokens per target pass as text: one row per kind of prompt, one column per sampling."""
     kinds = list(dict.fromkeys(kind for column in per_pass.values() for kind in column))
-    wide = max([len(kind) for kind in kinds] + [len("kind")])
-    lines = ["  ".join([f"{'kind':<{wide}}", *per_pass])]
+    width = max([len(kind) for kind in kinds] + [len("kind")])
+    lines = ["  ".join([f"{'kind':<{width}}", *per_pass])]
     for kind in kinds:
         cells = [_cell(column.get(kind), len(name)) for name, column in per_pass.items()]
-        lines.append("  ".join([f"{kind:<{wide}}", *cells]))
+        lines.append("  ".join([f"{kind:<{width}}", *cells]))
     return "\n".join(lines)
 
 
-def _cell(value: float | None, wide: int) -> str:
-    return " " * wide if value is None else f"{value:{wide}.2f}"
+def _cell(value: float | None, width: int) -> str:
+    return " " * width if value is None else f"{value:{width}.2f}"
 
 
 def plot(figures: Figures, path: Path) -> bool:
-    """Acceptance as it was learnt, and if they were counted tokens for each pass by kind. False where matplotlib is
-    missing."""
+    """Plot acceptance over training steps, and tokens per pass by kind if they were counted.
+
+    Returns False if matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -60,16 +63,16 @@ def plot(figures: Figures, path: Path) -> bool:
     per_pass = figures.get("tokens_per_pass", {})
     panels = 2 if per_pass else 1
     figure = Figure(figsize=(5.5 * panels, 4.2), layout="constrained")
-    learnt, *fared = figure.subplots(1, panels, squeeze=False)[0]
+    acceptance, *counts = figure.subplots(1, panels, squeeze=False)[0]
     for step in range(figures["plan"]["depth"]):
         points = [(h["steps"], h["accepted"][step]) for h in figures["history"] if len(h["accepted"]) > step]
         if points:
-            learnt.plot(*zip(*points, strict=True), label=f"token {step + 1}", linewidth=1)
-    learnt.set(xlabel="step", ylabel="acceptance at temperature 1, given the true text")
-    learnt.legend(frameon=False, fontsize="small")
-    for axes in fared:
+            acceptance.plot(*zip(*points, strict=True), label=f"token {step + 1}", linewidth=1)
+    acceptance.set(xlabel="step", ylabel="acceptance at temperature 1, given the true text")
+    acceptance.legend(frameon=False, fontsize="small")
+    for axes in counts:
         _bars(axes, per_pass)
-    for axes in (learnt, *fared):
+    for axes in (acceptance, *counts):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     return True
@@ -79,9 +82,11 @@ def _bars(axes: Any, per_pass: Mapping[str, Mapping[str, float]]) -> None:
     kinds = list(dict.fromkeys(kind for column in per_pass.values() for kind in column))
     width = 0.8 / max(1, len(per_pass))
     for n, (name, column) in enumerate(per_pass.items()):
-        places = [i - 0.4 + (n + 0.5) * width for i, kind in enumerate(kinds) if kind in column]
-        axes.bar(places, [column[k] for k in kinds if k in column], width * 0.92, label=name, color=INKS[n % len(INKS)])
+        xs = [i - 0.4 + (n + 0.5) * width for i, kind in enumerate(kinds) if kind in column]
+        axes.bar(
+            xs, [column[k] for k in kinds if k in column], width * 0.92, label=name, color=COLOURS[n % len(COLOURS)]
+        )
     axes.axhline(1, color="#1d2129", linewidth=1)
     axes.set_xticks(range(len(kinds)), kinds, rotation=30, ha="right")
-    axes.set_ylabel("tokens for each pass of the target")
+    axes.set_ylabel("tokens per target pass")
     axes.legend(frameon=False, fontsize="small")

@@ -1,4 +1,4 @@
-"""The target as a teacher: for its own texts, the states that a head reads and the distribution that it should have."""
+"""Run the target on its own texts for the training signals: the hidden states a head reads, and its distributions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,22 +13,29 @@ from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.head.taps import embeddings, output_rows
 from draftproof.train.generate import Texts
 
-CHUNK: Final = 8192
-"""Positions whose whole distribution exists at the same time."""
+FULL_VOCAB_CHUNK: Final = 8192
+"""Positions whose distribution over the whole vocabulary exists in float32 at the same time; bounds the memory."""
 
-SAME: Final = 0.01
-"""How far apart logits may be on average, as a share of their standard deviation, and the distributions they make, in total
-variation, if only their rounding differs."""
+ROUNDING_TOLERANCE: Final = 0.01
+"""Largest difference between logits that are equal up to rounding: the mean absolute difference as a share of their
+standard deviation, and the total variation of their distributions."""
+
+CACHE_MEMORY_SHARE: Final = 0.8
+"""Share of a GPU's free memory for cached target states and the training step together."""
+
+CPU_CACHE_BYTES: Final = 4 << 30
+"""Bytes of cached target states on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """A batch of texts for a head: position n reads the states there and token n + 1, and should say token n + 2.
+class TrainingBatch:
+    """A batch of texts as a head is trained on it: position n reads its states and token n + 1, and drafts token n + 2.
 
-    at      the positions that count, in the texts laid end to end: those whose token the target drew as an answer
-    scores  the target's logits there, of the head's vocabulary
-    lse     log Σ exp of all its logits there: its distribution is exp(scores - lse), and what that leaves out is out of reach
-    best    the index of the target's likeliest token there; -1 where the vocabulary does not have it
+    at      the trained positions, as indices into the flattened batch: those whose draft token is part of an answer
+    scores  the target's logits at these positions, for the head's vocabulary
+    lse     log Σ exp of all the target's logits there. Its distribution is exp(scores - lse); the mass outside the
+            head's vocabulary is missing from it
+    best    the index of the target's likeliest token there; -1 if the head's vocabulary lacks it
     """
 
     embedded: Float[Tensor, "B N H"]
@@ -40,9 +47,12 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
-    """What a target showed of texts, at all of their positions: its states after each tap, and of its distributions what cannot
-    be told from the last of these."""
+class TargetStates:
+    """The target's hidden states after each tap, at all positions of some texts.
+
+    `lse` and `best` are the parts of the distributions that cannot be computed from the states and the head's
+    vocabulary alone.
+    """
 
     states: tuple[Float[Tensor, "B T H"], ...]
     lse: Float[Tensor, "B T"]
@@ -53,16 +63,16 @@ class Taught:
         return *self.states, self.lse, self.best
 
     @classmethod
-    def of_parts(cls, parts: Sequence[Tensor]) -> "Taught":
+    def of_parts(cls, parts: Sequence[Tensor]) -> "TargetStates":
         *states, lse, best = parts
         return cls(tuple(states), lse, best)
 
 
 class TargetSignals:
-    """Runs the target on texts. `ids` are the tokens a head can say.
+    """The target as the source of training batches. `ids` is the head's vocabulary.
 
-    `tells`: whether the last tap tells the distribution, being what the output rows score and nothing else done to the scores.
-    A target that caps or scales its logits, or adds a bias, has to show them each time.
+    `states_give_logits` tells whether the last tap times the output rows gives the logits, so that cached states
+    suffice. A target that caps or scales its logits, or adds a bias, has to be run each time.
     """
 
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...], ids: Int[Tensor, " R"]) -> None:
@@ -73,169 +83,171 @@ class TargetSignals:
         self._index = torch.full((self.vocab_size,), -1, dtype=torch.int32, device=model.device)
         self._index[self.ids] = torch.arange(len(ids), dtype=torch.int32, device=model.device)
         self.rows = output_rows(model, self.ids).contiguous()
-        self.tells = taps[-1] == decoder_config(model).num_hidden_layers and self._told()
+        last_tap_is_final = taps[-1] == decoder_config(model).num_hidden_layers
+        self.states_give_logits = last_tap_is_final and self._states_match_logits()
 
-    def needs(self, positions: int) -> int:
-        """Bytes of a pass over so many positions, nearly all of them logits: the target's, and a chunk in float32."""
-        return self.vocab_size * (positions * self.rows.dtype.itemsize + 3 * 4 * min(positions, CHUNK))
+    def bytes_needed(self, positions: int) -> int:
+        """Return the bytes of a pass over this many positions: nearly all are logits, and a float32 chunk of them."""
+        return self.vocab_size * (positions * self.rows.dtype.itemsize + 3 * 4 * min(positions, FULL_VOCAB_CHUNK))
 
     @torch.no_grad()
-    def lesson(self, texts: Texts, skip: int) -> Lesson:
-        """A pass of the target over these texts. The first `skip` positions of each do not count."""
-        if self.tells:
-            return self.repeated(texts, self.taught(texts), skip)
-        tokens, shown = self._shown(texts)
-        at = self._at(texts, skip)
-        which = _behind(at, texts)
-        dists = [self._dist(shown.logits.flatten(0, 1)[part]) for part in which.split(CHUNK)]
+    def batch(self, texts: Texts, skip: int) -> TrainingBatch:
+        """Run the target on these texts and return a training batch without the first `skip` positions of each."""
+        if self.states_give_logits:
+            return self.batch_from_states(texts, self.states(texts), skip)
+        tokens, output = self._run(texts)
+        at = self._trained(texts, skip)
+        predicting = _predicting_positions(at, texts)
+        dists = [self._lse_and_best(output.logits.flatten(0, 1)[part]) for part in predicting.split(FULL_VOCAB_CHUNK)]
         lse, best = (torch.cat(part) for part in zip(*dists, strict=True))
-        scores = shown.logits.flatten(0, 1)[which[:, None], self.ids]
-        return self._lesson(tokens, tuple(shown.hidden_states[tap] for tap in self._taps), at, scores, lse, best)
+        scores = output.logits.flatten(0, 1)[predicting[:, None], self.ids]
+        return self._batch(tokens, tuple(output.hidden_states[tap] for tap in self._taps), at, scores, lse, best)
 
     @torch.no_grad()
-    def taught(self, texts: Texts) -> Taught:
-        """What need not be asked twice: all that `repeated` makes a lesson of."""
-        _, shown = self._shown(texts)
+    def states(self, texts: Texts) -> TargetStates:
+        """Run the target on these texts and return what `batch_from_states` needs."""
+        _, output = self._run(texts)
         B, T = texts.tokens.shape
-        dists = [self._dist(part) for part in shown.logits.flatten(0, 1).split(CHUNK)]
+        dists = [self._lse_and_best(part) for part in output.logits.flatten(0, 1).split(FULL_VOCAB_CHUNK)]
         lse, best = (torch.cat(part).view(B, T) for part in zip(*dists, strict=True))
-        return Taught(tuple(shown.hidden_states[tap] for tap in self._taps), lse, best)
+        return TargetStates(tuple(output.hidden_states[tap] for tap in self._taps), lse, best)
 
     @torch.no_grad()
-    def repeated(self, texts: Texts, taught: Taught, skip: int) -> Lesson:
-        """A lesson without a pass of the target."""
-        tokens, at = sent(texts.tokens, self._model.device).long(), self._at(texts, skip)
-        which = _behind(at, texts)
-        scores = self._scores(taught.states[-1].flatten(0, 1).index_select(0, which))
-        lse, best = (part.flatten().index_select(0, which) for part in (taught.lse, taught.best))
-        return self._lesson(tokens, taught.states, at, scores, lse, best)
+    def batch_from_states(self, texts: Texts, target: TargetStates, skip: int) -> TrainingBatch:
+        """Return the training batch of these texts from their states, without running the target."""
+        tokens, at = to_device(texts.tokens, self._model.device).long(), self._trained(texts, skip)
+        predicting = _predicting_positions(at, texts)
+        scores = self._scores(target.states[-1].flatten(0, 1).index_select(0, predicting))
+        lse, best = (part.flatten().index_select(0, predicting) for part in (target.lse, target.best))
+        return self._batch(tokens, target.states, at, scores, lse, best)
 
-    def _shown(self, texts: Texts) -> tuple[Int[Tensor, "B T"], Any]:
-        tokens = sent(texts.tokens, self._model.device).long()
+    def _run(self, texts: Texts) -> tuple[Int[Tensor, "B T"], Any]:
+        tokens = to_device(texts.tokens, self._model.device).long()
         return tokens, self._model(input_ids=tokens, use_cache=False, output_hidden_states=True)
 
-    def _at(self, texts: Texts, skip: int) -> Int[Tensor, " M"]:
-        return sent(counted(texts, skip), self._model.device)
+    def _trained(self, texts: Texts, skip: int) -> Int[Tensor, " M"]:
+        return to_device(trained_positions(texts, skip), self._model.device)
 
     def _scores(self, states: Float[Tensor, "*m H"]) -> Float[Tensor, "*m R"]:
         return states.to(self.rows.dtype) @ self.rows.T
 
-    def _dist(self, logits: Float[Tensor, "m V"]) -> tuple[Float[Tensor, " m"], Int[Tensor, " m"]]:
-        """What is to be known of a distribution besides the scores: log Σ exp, and the index of the likeliest token."""
+    def _lse_and_best(self, logits: Float[Tensor, "m V"]) -> tuple[Float[Tensor, " m"], Int[Tensor, " m"]]:
+        """Return log Σ exp of each row and the vocabulary index of its likeliest token."""
         top, best = logits.max(-1)
-        log_p = logits.log_softmax(-1, dtype=torch.float32)  # one pass, where a log-sum-exp of its own takes several
+        log_p = logits.log_softmax(-1, dtype=torch.float32)  # one pass over the logits; logsumexp takes several
         return top.float() - log_p.gather(-1, best[:, None]).squeeze(1), self._index[best]
 
-    def _lesson(
+    def _batch(
         self,
         tokens: Int[Tensor, "B T"],
         states: Sequence[Float[Tensor, "B T H"]],
         at: Int[Tensor, " M"],
-        *dist: Tensor,
-    ) -> Lesson:
-        """The first positions of the texts, all but two; `distribution` as a lesson has it."""
+        *distribution: Tensor,
+    ) -> TrainingBatch:
+        """Build a batch of all positions but the last two. `distribution` is (scores, lse, best)."""
         N = tokens.shape[1] - 2
         embedded = self._embeddings[tokens[:, 1:-1]].float()
-        return Lesson(embedded, tuple(part[:, :N] for part in states), at, *dist)
+        return TrainingBatch(embedded, tuple(part[:, :N] for part in states), at, *distribution)
 
     @torch.no_grad()
-    def _told(self) -> bool:
-        """Asks the target itself, with a few tokens: there are more ways to make logits than names for them."""
+    def _states_match_logits(self) -> bool:
+        """Compare the scores of the last tap with the target's logits on a few tokens.
+
+        Models transform their logits under many names, so the configuration cannot tell.
+        """
         tokens = torch.arange(64).view(4, 16) % self.vocab_size
-        _, shown = self._shown(Texts(tokens, torch.ones_like(tokens, dtype=torch.bool)))
-        wanted = shown.logits[..., self.ids].float()
-        told = self._scores(shown.hidden_states[self._taps[-1]]).float()
-        apart = (told.softmax(-1) - wanted.softmax(-1)).abs().sum(-1).mean() / 2  # a cap bends only what is likely
-        return bool(((told - wanted).abs().mean() < SAME * wanted.std()) & (apart < SAME))
+        _, output = self._run(Texts(tokens, torch.ones_like(tokens, dtype=torch.bool)))
+        wanted = output.logits[..., self.ids].float()
+        found = self._scores(output.hidden_states[self._taps[-1]]).float()
+        # total variation as well: a cap changes only the likeliest logits, which a mean over all hardly shows
+        apart = (found.softmax(-1) - wanted.softmax(-1)).abs().sum(-1).mean() / 2
+        close = (found - wanted).abs().mean() < ROUNDING_TOLERANCE * wanted.std()
+        return bool(close & (apart < ROUNDING_TOLERANCE))
 
 
-def counted(texts: Texts, skip: int) -> Int[Tensor, " M"]:
-    """The positions of a lesson that count; worked out where the texts lie, so that no device is waited for."""
-    counts = texts.spoken[:, 2:].clone()
-    counts[:, :skip] = False
-    return counts.flatten().nonzero().squeeze(1)
+def trained_positions(texts: Texts, skip: int) -> Int[Tensor, " M"]:
+    """Return the positions of a batch that are trained. Computed on the CPU, where the texts are: no device sync."""
+    trained = texts.is_answer[:, 2:].clone()
+    trained[:, :skip] = False
+    return trained.flatten().nonzero().squeeze(1)
 
 
-def _behind(at: Int[Tensor, " M"], texts: Texts) -> Int[Tensor, " M"]:
-    """Where the target has the distribution of the token to be guessed, in all positions of the texts laid end to end."""
+def _predicting_positions(at: Int[Tensor, " M"], texts: Texts) -> Int[Tensor, " M"]:
+    """Return, for positions of a batch, the positions of the texts where the target predicts the draft token."""
     return at + 2 * (at // (texts.tokens.shape[1] - 2)) + 1
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device, without waiting for what it is doing."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to the device without a sync."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-GPU_SHARE: Final = 0.8
-"""Of a GPU's free memory, for notes and training together."""
+class SignalCache:
+    """Training batches of these texts, from target states cached up to `limit` bytes.
 
-CPU_BYTES: Final = 4 << 30
+    Texts that do not fit are run through the target each time.
+    """
 
-
-class Notes:
-    """Lessons on these texts. `limit`: bytes that may be kept; what does not fit is asked of the teacher each time."""
-
-    def __init__(self, teacher: TargetSignals, texts: Texts, limit: int) -> None:
-        self._teacher, self._texts, self._limit = teacher, texts, limit
-        self._known = torch.zeros(len(texts), dtype=torch.bool)
-        self._kept: Taught | None = None
+    def __init__(self, signals: TargetSignals, texts: Texts, limit: int) -> None:
+        self._signals, self._texts, self._limit = signals, texts, limit
+        self._is_cached = torch.zeros(len(texts), dtype=torch.bool)
+        self._cached: TargetStates | None = None
 
     @property
     def texts(self) -> int:
         return len(self._texts)
 
     @property
-    def remembered(self) -> int:
-        """Texts that the teacher need not read again."""
-        return int(self._known.sum())
+    def cached_texts(self) -> int:
+        return int(self._is_cached.sum())
 
     @torch.no_grad()
-    def lesson(self, rows: Int[Tensor, " n"], skip: int) -> Lesson:
-        """On the texts in these rows, in any order; the first `skip` positions of each do not count."""
-        if not self._teacher.tells:
-            return self._teacher.lesson(self._texts.of(rows), skip)
-        known = self._known[rows]
-        old, new = rows[known], rows[~known]
-        both = [self._recalled(old)] if len(old) else []
+    def batch(self, rows: Int[Tensor, " n"], skip: int) -> TrainingBatch:
+        """Return the training batch of these rows without the first `skip` positions of each; cached texts first."""
+        if not self._signals.states_give_logits:
+            return self._signals.batch(self._texts.select(rows), skip)
+        is_cached = self._is_cached[rows]
+        old, new = rows[is_cached], rows[~is_cached]
+        parts = [self._load(old)] if len(old) else []
         if len(new):
-            both.append(self._noted(new))
-        taught = both[0] if len(both) == 1 else _joined(*both)
-        return self._teacher.repeated(self._texts.of(torch.cat([old, new])), taught, skip)
+            parts.append(self._compute(new))
+        states = parts[0] if len(parts) == 1 else _joined(*parts)
+        return self._signals.batch_from_states(self._texts.select(torch.cat([old, new])), states, skip)
 
-    def _recalled(self, rows: Int[Tensor, " n"]) -> Taught:
-        assert self._kept is not None
-        at = sent(rows, self._kept.lse.device)
-        return Taught.of_parts([part.index_select(0, at) for part in self._kept.parts])
+    def _load(self, rows: Int[Tensor, " n"]) -> TargetStates:
+        assert self._cached is not None
+        at = to_device(rows, self._cached.lse.device)
+        return TargetStates.of_parts([part.index_select(0, at) for part in self._cached.parts])
 
-    def _noted(self, rows: Int[Tensor, " n"]) -> Taught:
-        """Taught anew, and kept where there is room: a text's place is its row."""
-        made = self._teacher.taught(self._texts.of(rows))
-        if self._kept is None:
-            self._kept = self._empty(made)
-        fits = rows < len(self._kept.lse)
+    def _compute(self, rows: Int[Tensor, " n"]) -> TargetStates:
+        """Run the target on these rows, and cache the rows that have a place: row r is stored at index r."""
+        states = self._signals.states(self._texts.select(rows))
+        if self._cached is None:
+            self._cached = self._allocate(states)
+        fits = rows < len(self._cached.lse)
         if fits.any():
-            device = made.lse.device
-            places, which = sent(rows[fits], device), sent(fits.nonzero().squeeze(1), device)
-            for kept, part in zip(self._kept.parts, made.parts, strict=True):
-                kept.index_copy_(0, places, part.index_select(0, which))
-            self._known[rows[fits]] = True
-        return made
+            device = states.lse.device
+            places, which = to_device(rows[fits], device), to_device(fits.nonzero().squeeze(1), device)
+            for cached, part in zip(self._cached.parts, states.parts, strict=True):
+                cached.index_copy_(0, places, part.index_select(0, which))
+            self._is_cached[rows[fits]] = True
+        return states
 
-    def _empty(self, like: Taught) -> Taught:
-        """Room for as many texts as the limit allows."""
-        of_one = sum(part[0].numel() * part.dtype.itemsize for part in like.parts)
-        room = min(len(self._texts), self._limit // of_one)
-        return Taught.of_parts([part.new_empty(room, *part.shape[1:]) for part in like.parts])
+    def _allocate(self, like: TargetStates) -> TargetStates:
+        """Allocate the states of as many texts as the limit allows."""
+        text_bytes = sum(part[0].numel() * part.dtype.itemsize for part in like.parts)
+        count = min(len(self._texts), self._limit // text_bytes)
+        return TargetStates.of_parts([part.new_empty(count, *part.shape[1:]) for part in like.parts])
 
 
-def room_on(device: torch.device, training: int) -> int:
-    """Bytes for notes there, beside a training that needs so many."""
+def cache_limit(device: torch.device, training_bytes: int) -> int:
+    """Return the bytes for a `SignalCache` on the device, beside a training step that needs `training_bytes`."""
     if device.type != "cuda":
-        return CPU_BYTES
-    torch.cuda.empty_cache()  # what was allocated for the data is free, but no one else could see it
+        return CPU_CACHE_BYTES
+    torch.cuda.empty_cache()  # memory that PyTorch holds from generating the texts does not count as free
     free, _ = torch.cuda.mem_get_info(device)
-    return max(0, int(GPU_SHARE * free) - training)
+    return max(0, int(CACHE_MEMORY_SHARE * free) - training_bytes)
 
 
-def _joined(first: Taught, second: Taught) -> Taught:
-    return Taught.of_parts([torch.cat(parts) for parts in zip(first.parts, second.parts, strict=True)])
+def _joined(first: TargetStates, second: TargetStates) -> TargetStates:
+    return TargetStates.of_parts([torch.cat(parts) for parts in zip(first.parts, second.parts, strict=True)])

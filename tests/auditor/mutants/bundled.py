@@ -1,4 +1,4 @@
-"""The same defects in the bundled model: its own first layers draft, and the vocabulary is a real one."""
+"""Mutants of the bundled model: a real vocabulary, with the model's own first layers as the drafter."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +13,7 @@ from draftproof.models.hf import HFModel
 from draftproof.models.tokenizer import encode
 
 LAYERS = 28
-"""Of 30: kept often enough to matter, and rejected often enough to err."""
+"""Layers of the drafter, of the model's 30: drafts are accepted and rejected often enough for a defect to show."""
 
 BUDGETS = {
     "residual_skipped": 2_000,
@@ -24,18 +24,19 @@ BUDGETS = {
     "raw_q": 6_000,
 }
 SAMPLINGS = {"redraws_after_a_mismatch": SamplingParams(temperature=0.8)}
-"""In place of the tiny worlds': at 0.3 this model copies nearly always or never, and a redraw changes very little."""
+"""Sampling that differs from the tiny worlds': at 0.3 this model copies nearly always or never, and a redraw changes
+very little."""
 
 
 @dataclass(frozen=True)
 class Bundled(World):
-    """SmolLM2-135M, as the fixture of the test session loads it."""
+    """The world of SmolLM2-135M, as the session fixture loads it."""
 
     model: Any = None
-    words: Any = None
+    tokenizer: Any = None
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def audit_options(self) -> dict[str, Any]:
         return {"batch": 4, "length": 32}
 
     @property
@@ -52,15 +53,16 @@ class Bundled(World):
 
     @cached_property
     def prompts(self) -> list[list[int]]:
-        """One of each kind that the bench has."""
-        return [encode(p.prompt, self.words) for p in prompts.pick(prompts.read(), limit=1)]
+        """Return one prompt of each kind in the benchmark."""
+        return [encode(p.prompt, self.tokenizer) for p in prompts.pick(prompts.read(), limit=1)]
 
     def drafter(self, **options: Any) -> ModelDrafter:
         return ModelDrafter(self.draft_hf, vocab_size=self.vocab_size, **options)
 
 
-def bundled_mutants(model: Any, words: Any) -> dict[str, Mutant]:
-    world = Bundled(model.config.vocab_size, model=model, words=words)
+def bundled_mutants(model: Any, tokenizer: Any) -> dict[str, Mutant]:
+    """Return the mutants of the bundled model, by name."""
+    world = Bundled(model.config.vocab_size, model=model, tokenizer=tokenizer)
     mutants = {name: replace(mutant, sampling=SAMPLINGS.get(name, mutant.sampling)) for name, mutant in MUTANTS.items()}
-    # an engine of this world goes on behind an end token
+    # the engine of this world ignores end-of-text tokens
     return {name: replace(mutants[name], world=world, budget=budget, ends=()) for name, budget in BUDGETS.items()}

@@ -1,4 +1,4 @@
-"""Wrong drafters in the real engine: what was drawn, and the distribution it is said to have been drawn from, part ways."""
+"""Mutants of the drafter: drafts are drawn from one distribution and declared as drawn from another."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ Change = Callable[[Sequence[Context], Draft], Draft]
 
 
 class Changed:
-    """The production drafter, and a change of its draft on the way to the verifier."""
+    """The production drafter, with its draft changed on the way to the verifier."""
 
     def __init__(self, inner: Drafter, change: Change) -> None:
         self.inner, self.change = inner, change
@@ -34,7 +34,7 @@ class Changed:
 
 
 def declared(samplings: Callable[[SamplingParams], SamplingParams]) -> Change:
-    """The draft with the distribution its scores would give under another sampling."""
+    """Declare the distribution that the drafter's logits give under another sampling."""
 
     def change(contexts: Sequence[Context], draft: Draft) -> Draft:
         assert draft.q is not None
@@ -103,7 +103,7 @@ def weak_drafts_discarded(world: World) -> Engine:
 
 @mutant("randomness", world=COUNTED, budget=500_000)
 def shared_noise_under_token(world: World) -> Engine:
-    """Drafts drawn with the target's own noise, the closing token by the same race, tested with p/q."""
+    """Drafts drawn with the target's own random numbers, the round's last token by the same race, tested with p/q."""
 
     class Shared:
         inner = world.drafter()

@@ -1,4 +1,4 @@
-"""What a mutant is: a decoder with one real defect in it, and the settings under which it is to be found."""
+"""Define mutants: decoders with one real defect, and the settings under which an audit must find it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,16 +12,21 @@ from draftproof.core.sampling import SamplingParams
 from engine.many_texts import unchecked
 
 UNFOUND = 20_000
-"""Tokens spent on those that are not expected to be found."""
+"""Tokens spent on a mutant that is not expected to be found."""
 
 WARM = SamplingParams()
 REPETITIVE = SamplingParams(temperature=0.3)
-"""Texts that run in circles: copies are often right."""
+"""A temperature at which texts repeat themselves, so that copied drafts are often accepted."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`build` makes the decoder. `budget` tokens must do to find it; None: it is not found, and `because` says why."""
+    """A decoder with a defect.
+
+    build    makes the decoder
+    budget   tokens within which it must be found; None: it is not found, and `because` says why
+    ends     the end-of-text tokens; None: those of the target, which in a tiny world are none
+    """
 
     build: Callable[[World], Decoder]
     family: str
@@ -31,28 +36,28 @@ class Mutant:
     because: str = ""
     world: World = field(default_factory=World)
     ends: tuple[int, ...] | None = None
-    """The tokens that end a text; None: those of the target, which in a tiny world are none."""
 
     @property
     def name(self) -> str:
         return self.build.__name__
 
     def examined(self, **options: Any) -> Certificate:
-        """The audit at its default settings, but for where it gives up."""
+        """Audit the mutant at default settings, apart from `max_tokens` and the world's own."""
         world = self.world
         drafter = world.draft_hf if self.drafts == "model" else "prompt-lookup"
-        asked = {"sampling": self.sampling, "drafter": drafter, "max_tokens": self.budget or UNFOUND, **world.asked}
-        asked["ends"] = self.ends
+        default = {"sampling": self.sampling, "drafter": drafter, "max_tokens": self.budget or UNFOUND}
+        default |= {**world.audit_options, "ends": self.ends}
         with unchecked():
-            return audit(self.build(world), world.hf, world.prompts, **{**asked, **options})
+            return audit(self.build(world), world.hf, world.prompts, **{**default, **options})
 
     @property
     def says(self) -> str:
+        """Return what the mutant does wrong: the first line of its builder's docstring."""
         return (self.build.__doc__ or "").strip().split("\n")[0]
 
 
 MUTANTS: dict[str, Mutant] = {}
-"""By name, in the order in which the files define them."""
+"""All mutants by name, in order of definition."""
 
 
 def mutant(
@@ -65,10 +70,10 @@ def mutant(
     world: World | None = None,
     ends: tuple[int, ...] | None = None,
 ) -> Callable[[Callable[[World], Decoder]], Callable[[World], Decoder]]:
-    """Enter a function that builds a wrong decoder; its docstring's first line says what is wrong."""
+    """Register a function that builds a wrong decoder; the first line of its docstring says what is wrong."""
 
-    def enter(build: Callable[[World], Decoder]) -> Callable[[World], Decoder]:
+    def register(build: Callable[[World], Decoder]) -> Callable[[World], Decoder]:
         MUTANTS[build.__name__] = Mutant(build, family, drafts, sampling, budget, because, world or World(), ends)
         return build
 
-    return enter
+    return register

@@ -1,4 +1,4 @@
-"""Noise of too few bits: a race whose clocks cannot be early enough for what is rare."""
+"""Mutants of the random numbers: too few bits, so that rare tokens cannot win an exponential race."""
 
 from copy import deepcopy
 from functools import cache
@@ -20,34 +20,34 @@ from draftproof.rules.chain import verdict
 from draftproof.rules.token import leading
 
 HEAD, TAIL = 64, 2**16
-"""Tokens that are likely, and tokens each of which is less likely than 2^-24 though together they are not rare."""
+"""Numbers of likely tokens, and of tokens each less likely than 2^-24 though together they are not rare."""
 
 
 def race_of(bits: int) -> Verifier:
-    """Emit the target's own draw, keep a draft token that equals it: exact, but for clocks of so many bits."""
+    """Return a rule that emits the target's own draw and accepts drafts equal to it: exact, but for the bits."""
 
     def verify(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
         dists = p.probs()
-        # a generator of torch's: the engine's own noise would take minutes for clocks of a whole vocabulary
+        # torch's generator, as Philox would take minutes for clocks of a whole vocabulary
         numbers = torch.Generator().manual_seed(int(rng.seeds.sum()) * 1_000_003 + int(rng.starts.sum()))
         coarse = (torch.rand(dists.shape, generator=numbers) * 2**bits).floor() / 2**bits
         clocks = (-torch.log1p(-coarse)).clamp_min(2.0**-bits)  # a clock at 0 would win whatever its speed
-        said = (dists / clocks).argmax(-1)
-        accepted = leading((said[:, :-1] == draft.tokens) & real(draft))
-        return verdict(draft, accepted, said.gather(1, accepted[:, None])[:, 0])
+        drawn = (dists / clocks).argmax(-1)
+        accepted = leading((drawn[:, :-1] == draft.tokens) & real(draft))
+        return verdict(draft, accepted, drawn.gather(1, accepted[:, None])[:, 0])
 
     return verify
 
 
 @mutant("randomness", sampling=SamplingParams(temperature=0.6), budget=40_000)
 def eight_bit_noise(world: World) -> Engine:
-    """A race on noise of eight bits, as bfloat16 has: what is less likely than 1/256 hardly comes."""
+    """A race on random numbers of eight bits, as bfloat16 has: tokens less likely than 1/256 hardly ever win."""
     return world.engine(rule=race_of(8))
 
 
 @cache
 def long_tailed() -> tf.GPT2LMHeadModel:
-    """A model of a large vocabulary, of which all but a few tokens have about 3e-8 each and 2e-3 together."""
+    """Return a model with a large vocabulary, all but HEAD tokens of it at about 3e-8 each and 2e-3 together."""
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256, "vocab_size": HEAD + TAIL}
     ends = {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
     with torch.random.fork_rng(), torch.no_grad():
@@ -65,7 +65,7 @@ def long_tailed() -> tf.GPT2LMHeadModel:
 
 
 class LongTailed(World):
-    """The same world around that model."""
+    """The world of the long-tailed model."""
 
     @property
     def hf(self) -> tf.GPT2LMHeadModel:
@@ -84,5 +84,5 @@ class LongTailed(World):
     world=LongTailed(),
 )
 def noise_of_24_bits(world: World) -> Engine:
-    """A race on noise of 24 bits, on a vocabulary of 65,600: the tail is out of reach (vLLM#43150)."""
+    """A race on random numbers of 24 bits, on a vocabulary of 65,600: the tail is out of reach (vLLM#43150)."""
     return world.engine(rule=race_of(24), drafter=world.lookup())

@@ -1,4 +1,4 @@
-"""Wrong distributions of the target in the real engine: a processor forgotten, stale, or applied at the wrong moment."""
+"""Mutants of the target's distribution: a logits processor missing, stale, or applied at the wrong step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ def dists(
     drafted: bool = True,
     history: Callable[[History], History] = lambda history: history,
 ) -> TargetDistributions:
-    """The engine's own distributions with another sampling, without the drafted tokens, or with another history."""
+    """Compute the engine's distributions with another sampling, without the draft tokens, or with another history."""
 
     def wrong(sessions: Sequence[Session], forward: Forward, draft: Draft) -> Distribution:
         samplings = [sampling(s.sampling) for s in sessions]
@@ -40,7 +40,7 @@ def dists(
 
 
 def on_drafts(sampling: Callable[[SamplingParams], SamplingParams]) -> TargetDistributions:
-    """Another sampling in rounds that verify a draft."""
+    """Use another sampling in rounds that verify a draft."""
 
     def wrong(sessions: Sequence[Session], forward: Forward, draft: Draft) -> Distribution:
         return dists(sampling if draft.tokens.shape[1] else lambda s: s)(sessions, forward, draft)
@@ -100,16 +100,16 @@ def _top_p_of(weights: Tensor, top_p: float) -> Tensor:
 def top_p_after_the_residual(world: World) -> Engine:
     """Tests without top-p, which is then applied to the residual."""
 
-    def judge(p: Distribution, draft: Draft) -> StopTable:
-        made = token_stop_table(p, draft)
-        return replace(made, closing=_top_p_of(made.closing, 0.8))
+    def stop_table(p: Distribution, draft: Draft) -> StopTable:
+        right = token_stop_table(p, draft)
+        return replace(right, closing=_top_p_of(right.closing, 0.8))
 
-    return world.engine(dists=dists(lambda s: replace(s, top_p=1.0)), rule=sampled(judge))
+    return world.engine(dists=dists(lambda s: replace(s, top_p=1.0)), rule=sampled(stop_table))
 
 
 @mutant("processors", sampling=SamplingParams(temperature=0.7))
 def temperature_on_the_bonus_token_only(world: World) -> Engine:
-    """Draft tokens are tested at temperature 1; only the token behind a whole draft has the request's."""
+    """Draft tokens are tested at temperature 1; only the bonus token has the request's."""
 
     def wrong(sessions: Sequence[Session], forward: Forward, draft: Draft) -> Distribution:
         right = dists()(sessions, forward, draft).probs()

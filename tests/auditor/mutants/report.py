@@ -1,8 +1,8 @@
-"""Runs every mutant and keeps the tables of docs/reading-a-certificate.md: `make audit-mutants`.
+"""Audit every mutant and write the tables of docs/reading-a-certificate.md: `make audit-mutants`.
 
-With names as arguments only those are run anew; with `--smollm2` those on the bundled model, or those that
-are named; with `--examples` the two certificates that the page shows. A mutant's total variation does not depend on the
-audit: it is measured where none is kept, and for all that are run with `--measure`.
+With names as arguments only those are run; with `--smollm2` the mutants of the bundled model, or those of them that are
+named; with `--examples` the two certificates that the page shows. A mutant's total variation does not depend on the
+audit: it is measured if none is saved, and with `--measure` for all that are run.
 """
 
 import json
@@ -23,7 +23,7 @@ from draftproof.auditor.certificate import Certificate
 
 ROOT = Path(__file__).parents[3]
 DOC = ROOT / "docs" / "reading-a-certificate.md"
-KEPT = ROOT / "benchmarks" / "results" / "mutants.json"
+SAVED = ROOT / "benchmarks" / "results" / "mutants.json"
 SMOLLM2 = "smollm2:"
 HEADS = {
     "found": ("mutant", "what it does wrong", "TV", "vocabulary", "tokens", "found by"),
@@ -33,7 +33,7 @@ HEADS = {
 
 
 def row(mutant: Mutant, tv: str | None) -> dict[str, Any]:
-    """Audit one; measure how wrong it is unless that is known."""
+    """Audit one mutant, and measure its total variation unless that is known."""
     start = time.perf_counter()
     certificate = mutant.examined()
     if tv is None:
@@ -55,7 +55,7 @@ def row(mutant: Mutant, tv: str | None) -> dict[str, Any]:
 def _tokens(certificate: Certificate) -> int:
     if certificate.found_at is not None:
         return certificate.found_at
-    if certificate.impossible is not None:  # of a greedy audit: which token it was
+    if certificate.impossible is not None:  # a greedy audit: count the tokens up to the wrong one
         return certificate.impossible.text * certificate.asked["length"] + certificate.impossible.position + 1
     return certificate.tokens
 
@@ -73,8 +73,8 @@ def table(kind: str, rows: Iterable[tuple[Any, ...]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def tables(kept: dict[str, Any]) -> dict[str, str]:
-    tiny = {name: r for name, r in kept.items() if not name.startswith(SMOLLM2)}
+def tables(saved: dict[str, Any]) -> dict[str, str]:
+    tiny = {name: r for name, r in saved.items() if not name.startswith(SMOLLM2)}
     found = [
         (f"`{n}`", r["says"], r["tv"], r["vocabulary"], f"{r['tokens']:,}", r["by"])
         for n, r in tiny.items()
@@ -87,22 +87,22 @@ def tables(kept: dict[str, Any]) -> dict[str, str]:
     ]
     real = [
         (f"`{n.removeprefix(SMOLLM2)}`", f"{r['tokens']:,}", r["by"] or f"**not found**: {r['verdict']}")
-        for n, r in kept.items()
+        for n, r in saved.items()
         if n.startswith(SMOLLM2)
     ]
     return {"found": table("found", found), "unfound": table("unfound", unfound), "smollm2": table("smollm2", real)}
 
 
-def write(kept: dict[str, Any]) -> None:
-    """Keep the rows as JSON, and the tables between their marks in the documentation."""
+def write(saved: dict[str, Any]) -> None:
+    """Save the rows as JSON, and write the tables between their marks in the documentation."""
     order = {name: i for i, name in enumerate([*MUTANTS, *(f"{SMOLLM2}{n}" for n in MUTANTS)])}
-    kept = {name: kept[name] for name in sorted(kept, key=lambda name: order.get(name, len(order)))}
-    KEPT.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    fill({f"mutants {kind}": made for kind, made in tables(kept).items()})
+    saved = {name: saved[name] for name in sorted(saved, key=lambda name: order.get(name, len(order)))}
+    SAVED.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    fill({f"mutants {kind}": made for kind, made in tables(saved).items()})
 
 
 def fill(pieces: dict[str, str]) -> None:
-    """Put these between their marks in the documentation."""
+    """Write these pieces between their marks in the documentation."""
     text = DOC.read_text(encoding="utf-8")
     for name, made in pieces.items():
         before, mark, rest = text.partition(f"<!-- {name} -->")
@@ -114,7 +114,7 @@ def fill(pieces: dict[str, str]) -> None:
 
 
 def examples() -> dict[str, str]:
-    """A wrong engine and a right one."""
+    """Audit a wrong engine and the right one, and return their certificates as Markdown."""
     right = Mutant(
         lambda world: world.engine(rule="block", drafter=world.lookup()), "none", "lookup", REPETITIVE, 40_000
     )
@@ -123,17 +123,17 @@ def examples() -> dict[str, str]:
 
 
 def _short(text: str, bets: int) -> str:
-    """A certificate with the first few of its bets."""
+    """Shorten a certificate to its first few bets."""
     head, title, rest = text.partition("evidence by bet")
     lines, blank, foot = rest.partition("\n\n")
     return head + title + "\n".join([*lines.split("\n")[: bets + 1], "        …"]) + blank + foot
 
 
-def kept_rows() -> dict[str, Any]:
-    return dict(json.loads(KEPT.read_text(encoding="utf-8"))) if KEPT.exists() else {}
+def saved_rows() -> dict[str, Any]:
+    return dict(json.loads(SAVED.read_text(encoding="utf-8"))) if SAVED.exists() else {}
 
 
-def asked_for(names: list[str]) -> dict[str, Mutant]:
+def selected(names: list[str]) -> dict[str, Mutant]:
     if "--smollm2" in names:
         from draftproof.models import bundled
 
@@ -148,12 +148,12 @@ def main(names: list[str]) -> None:
     names = [name for name in names if name != "--measure"]
     if not names or "--examples" in names:
         fill(examples())
-    wanted = {} if "--examples" in names else asked_for(names)
+    wanted = {} if "--examples" in names else selected(names)
     for name, mutant in wanted.items():
-        known = None if measure else kept_rows().get(name, {}).get("tv")
-        told = row(mutant, "–" if name.startswith(SMOLLM2) else known)
-        print(f"{name:45} {told['verdict']:20} {told['tokens']:>8,} {told['tv']:>7}  {told['by']}", flush=True)
-        write({**kept_rows(), name: told})
+        known = None if measure else saved_rows().get(name, {}).get("tv")
+        result = row(mutant, "–" if name.startswith(SMOLLM2) else known)
+        print(f"{name:45} {result['verdict']:20} {result['tokens']:>8,} {result['tv']:>7}  {result['by']}", flush=True)
+        write({**saved_rows(), name: result})
 
 
 if __name__ == "__main__":

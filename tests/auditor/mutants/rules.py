@@ -1,4 +1,4 @@
-"""Wrong verifiers in the real engine: the judges and verifiers of controls.py, and what only an engine can show."""
+"""Mutants of the rule: the wrong rules of controls.py in the real engine, and defects that only an engine shows."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -24,26 +24,26 @@ from draftproof.rules.token import closing, leading
 from draftproof.rules.tree import Walk, tree
 
 COUNTED = World(vocab_size=8, drafted=2)
-"""Where the joint distribution of three tokens is counted: no bet points to what these do."""
+"""A world whose joint distribution of three tokens is counted, for defects that no bet points to."""
 
 
-def sampled(judge: Callable[[Distribution, Draft], StopTable]) -> Verifier:
-    """The chain verifier that this judgement describes: stop at the first station whose coin says so, close there."""
+def sampled(stop_table: Callable[[Distribution, Draft], StopTable]) -> Verifier:
+    """Return the verifier of a chain that a stop table describes: stop at the first point whose coin falls below it."""
 
     def verify(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
         if not draft.tokens.shape[1]:
             return RULES["token"](p, draft, rng)
-        made = judge(p, draft)
-        coins = rng.uniform(Purpose.ACCEPT, torch.arange(made.chance.shape[1]))
-        stop_point = (coins < made.chance).int().argmax(1)
+        table = stop_table(p, draft)
+        coins = rng.uniform(Purpose.ACCEPT, torch.arange(table.chance.shape[1]))
+        stop_point = (coins < table.chance).int().argmax(1)
         rows = torch.arange(len(stop_point))
-        return verdict(draft, made.node[rows, stop_point], close(made.closing[rows, stop_point], rng))
+        return verdict(draft, table.node[rows, stop_point], close(table.closing[rows, stop_point], rng))
 
     return verify
 
 
 def drafted(wrong: Callable[[Distribution, Draft, Philox], Verdict]) -> Verifier:
-    """A verifier of controls.py, for rounds that have a draft; the others are right."""
+    """Use a wrong verifier of controls.py in rounds that have a draft, and the right one in others."""
 
     def verify(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
         return (wrong if draft.tokens.shape[1] else RULES["token"])(p, draft, rng)
@@ -51,8 +51,8 @@ def drafted(wrong: Callable[[Distribution, Draft, Philox], Verdict]) -> Verifier
     return verify
 
 
-def _enter(family: str, wrong: Any, rule: Verifier, **options: Any) -> None:
-    """A mutant whose only defect is its rule, under the control's name and with its words."""
+def _register(family: str, wrong: Any, rule: Verifier, **options: Any) -> None:
+    """Register a mutant whose only defect is its rule, with the control's name and docstring."""
 
     def build(world: World) -> Engine:
         return world.engine(rule=rule, drafter=world.lookup() if options.get("drafts") == "lookup" else None)
@@ -61,36 +61,38 @@ def _enter(family: str, wrong: Any, rule: Verifier, **options: Any) -> None:
     mutant(family, **options)(build)
 
 
-for judge in (
+for stop_table in (
     controls.residual_skipped,
     controls.residual_swapped,
     controls.residual_not_clamped,
 ):
-    _enter("residual", judge, sampled(judge))
-_enter("residual", controls.bonus_from_the_residual, sampled(controls.bonus_from_the_residual), world=World(drafted=1))
-_enter("acceptance", controls.coins_times_nine_tenths, sampled(controls.coins_times_nine_tenths), budget=30_000)
-_enter("acceptance", controls.first_coin_halved, controls.first_coin_halved, budget=30_000)
-for judge in (
+    _register("residual", stop_table, sampled(stop_table))
+_register(
+    "residual", controls.bonus_from_the_residual, sampled(controls.bonus_from_the_residual), world=World(drafted=1)
+)
+_register("acceptance", controls.coins_times_nine_tenths, sampled(controls.coins_times_nine_tenths), budget=30_000)
+_register("acceptance", controls.first_coin_halved, controls.first_coin_halved, budget=30_000)
+for stop_table in (
     controls.block_stops_at_the_first_failure,
     controls.block_with_token_thresholds,
 ):
-    _enter("block", judge, sampled(judge))
-_enter("block", controls.block_last_test_uncapped, sampled(controls.block_last_test_uncapped), budget=20_000)
-_enter(
+    _register("block", stop_table, sampled(stop_table))
+_register("block", controls.block_last_test_uncapped, sampled(controls.block_last_test_uncapped), budget=20_000)
+_register(
     "block",
     controls.block_with_the_token_residual,
     sampled(controls.block_with_the_token_residual),
     budget=None,
     because="its total variation is below the 0.02 that is asked for: 0.016 at most, on distributions made for it",
 )
-_enter("randomness", controls.coins_of_the_first_round, drafted(controls.coins_of_the_first_round))
-_enter("randomness", controls.coin_reused_for_closing, drafted(controls.coin_reused_for_closing))
+_register("randomness", controls.coins_of_the_first_round, drafted(controls.coins_of_the_first_round))
+_register("randomness", controls.coin_reused_for_closing, drafted(controls.coin_reused_for_closing))
 for wrong, budget in {
     controls.draft_noise_reused_for_closing: 250_000,
     controls.coins_thrown_twice: 800_000,
 }.items():
-    _enter("randomness", wrong, drafted(wrong), world=COUNTED, budget=budget)
-_enter(
+    _register("randomness", wrong, drafted(wrong), world=COUNTED, budget=budget)
+_register(
     "residual",
     controls.redraws_after_a_mismatch,
     drafted(controls.redraws_after_a_mismatch),
@@ -121,7 +123,7 @@ def siblings_against_the_same_p(world: World) -> Engine:
 
 
 class Coarse(Philox):
-    """Uniforms of eight bits, as a kernel draws them in bfloat16."""
+    """A generator of uniforms of eight bits, as a kernel draws them in bfloat16."""
 
     def pairs(self, purpose: Any, lanes: Tensor, j: int = 0) -> Tensor:
         fine = Philox(self.seeds, self.starts).pairs(purpose, lanes, j)
@@ -132,7 +134,7 @@ class Coarse(Philox):
 
 
 def _at_most(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
-    """Token verification by u ≤ p/q with u in [0, 1)."""
+    """Verify tokens by u ≤ p/q with u in [0, 1)."""
     kept = rng.coins(draft.tokens.shape[1]).log() <= log_ratios(p, draft)
     accepted = leading(kept & real(draft))
     return verdict(draft, accepted, closing(p, draft, accepted, rng))
@@ -143,7 +145,7 @@ def impossible_token_kept_by_a_coin_of_zero(world: World) -> Engine:
     """u ≤ p/q with coins of eight bits: one in 256 is 0 and keeps a token of probability 0 (sglang#35771)."""
 
     class Unfiltered:
-        """Draws without the request's top-k, and says so: exact, and often outside of the target's support."""
+        """A drafter that ignores the request's top-k and declares so: exact, but often outside the target's support."""
 
         inner = world.drafter()
 
@@ -157,11 +159,12 @@ def impossible_token_kept_by_a_coin_of_zero(world: World) -> Engine:
 
 
 class _Plain:
-    """A context that asks for no filters."""
+    """A context with default sampling parameters."""
 
     def __init__(self, context: Any) -> None:
         self.id, self.tokens, self.prompt_length = context.id, context.tokens, context.prompt_length
-        self.shown, self.sampling = context.shown, replace(SamplingParams(), seed=context.sampling.seed)
+        self.target_outputs = context.target_outputs
+        self.sampling = replace(SamplingParams(), seed=context.sampling.seed)
 
 
 @mutant("randomness", budget=None, because="a coin of exactly 0 comes once in 2^53 throws; with 24 bits, in 2^24")

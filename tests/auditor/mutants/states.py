@@ -1,4 +1,4 @@
-"""Wrong memory in the real engine: caches that forget or keep the wrong thing, seeds that are shared, ends overrun."""
+"""Mutants of the engine's state: wrong cache rollback, shared seeds, tokens after the end of a text."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ right_keep = SlotCache.keep
 
 
 class Misremembering:
-    """The served target, over a cache that keeps wrongly."""
+    """The target model with a cache whose rollback is wrong."""
 
     def __init__(self, model: HFModel, keep: Keep) -> None:
         self.model = model
@@ -30,7 +30,7 @@ class Misremembering:
 
         class Wrong(SlotCache):
             def keep(self, counts: Tensor, path: Tensor | None = None) -> None:
-                # the prompt itself is read as it should be
+                # prefill is right
                 (keep if self.bound else right_keep)(self, counts, path)
 
             def _like(self, rows: int, capacity: int) -> "Wrong":
@@ -90,12 +90,12 @@ def prompt_read_twice(world: World) -> Engine:
 
 @mutant("state", sampling=SamplingParams(temperature=0.0))
 def rejected_token_remembered_greedy(world: World) -> Engine:
-    """The same wrong rollback under greedy decoding."""
+    """One rejected token stays in the cache, under greedy decoding."""
     return rejected_token_remembered(world)
 
 
 class Reseeded:
-    """The real engine, given other seeds than it was asked to use."""
+    """The real engine with other seeds than the request's."""
 
     def __init__(self, engine: Engine, seeds: Callable[[Sequence[int]], Sequence[int]]) -> None:
         self.engine, self.seeds = engine, seeds
@@ -123,7 +123,7 @@ END = 7
 
 @mutant("state", ends=(END,))
 def tokens_after_the_end(world: World) -> Engine:
-    """Only a round's last token is looked at for the end of the text: an accepted one is passed over (sglang#33758)."""
+    """Only a round's last token is checked for the end of the text: an accepted one is missed (sglang#33758)."""
 
     class Overrunning(Engine):
         def _extend(self, emission: Emission, emitted: Emitted) -> None:

@@ -1,7 +1,7 @@
-"""How wrong a mutant is, found without the audit: a lower bound on the total variation of its first three tokens.
+"""Estimate how wrong a mutant is without the audit: a lower bound on the total variation of its first three tokens.
 
-Any event gives one: |P(event) − p(event)| ≤ TV. The event is learned on a third of the texts, the way of looking is
-chosen on another, and the last third is only counted: so nothing is flattered.
+Any event gives one: |P(event) − p(event)| ≤ TV. The event is learned on one third of the texts, the view of the tokens
+is chosen on another, and the last third is only counted, so that the estimate is not biased upward by the choice.
 """
 
 from dataclasses import replace
@@ -18,18 +18,19 @@ from engine.many_texts import unchecked
 from engine.plain_distribution import joint_distribution
 
 TEXTS = 12_000
+"""Texts per estimate, for a standard error of 0.008."""
 DRAFTED = 2
-"""Tokens a round drafts here: the token behind a whole draft is then among the three."""
+"""Tokens drafted per round: the bonus token is then among the first three."""
 
 BUDGET = 5
-"""Tokens asked for: drafts reach past the three that are looked at."""
+"""Tokens requested: drafts reach past the three that are counted."""
 
 VIEWS = ((0,), (1,), (2,), (0, 1), (1, 2))
-"""Of three tokens: one, or two neighbours."""
+"""Positions that an event depends on: one of three, or two neighbours."""
 
 
 class Bound(NamedTuple):
-    """The estimate, and its standard error."""
+    """An estimate of a lower bound, and its standard error."""
 
     total_variation: float
     error: float
@@ -48,7 +49,7 @@ def _dist(vocab_size: int, temperature: float, rest: tuple[tuple[str, object], .
 
 
 def distribution_of_three(world: World, sampling: SamplingParams) -> Tensor:
-    """The joint distribution of the first three tokens behind the first prompt, [V, V, V]."""
+    """Return the joint distribution of the first three tokens after the first prompt, [V, V, V]."""
     names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     rest = tuple((name, getattr(sampling, name)) for name in names)
     return _dist(
@@ -57,12 +58,13 @@ def distribution_of_three(world: World, sampling: SamplingParams) -> Tensor:
 
 
 def total_variation(mutant: Mutant, texts: int = TEXTS) -> Bound:
+    """Estimate a lower bound on the mutant's total variation from this many texts."""
     decoder = mutant.build(replace(mutant.world, drafted=DRAFTED))
     seeds = [i * 1_000_003 + 11 for i in range(texts)]
     prompts = [mutant.world.prompts[0]] * texts
     with unchecked():
-        said = decoder.decode(prompts, mutant.sampling, max_tokens=BUDGET, seeds=seeds)
-    tokens = torch.tensor([[*sample.tokens, 0, 0, 0][:3] for sample in said])
+        samples = decoder.decode(prompts, mutant.sampling, max_tokens=BUDGET, seeds=seeds)
+    tokens = torch.tensor([[*sample.tokens, 0, 0, 0][:3] for sample in samples])
     learn, choose, count = tokens.chunk(3)
     dist = distribution_of_three(mutant.world, mutant.sampling)
     best = max(((_excess(choose, view, _event(learn, view, dist), dist), view) for view in VIEWS), key=lambda x: x[0])
@@ -70,7 +72,7 @@ def total_variation(mutant: Mutant, texts: int = TEXTS) -> Bound:
     return Bound(_excess(count, best[1], event, dist), 0.5 / len(count) ** 0.5)
 
 
-def _seen_by(tokens: Tensor, view: tuple[int, ...], dist: Tensor) -> Tensor:
+def _frequencies(tokens: Tensor, view: tuple[int, ...], dist: Tensor) -> Tensor:
     code = sum(tokens[:, i] * len(dist) ** n for n, i in enumerate(reversed(view)))
     assert isinstance(code, Tensor)
     return torch.bincount(code, minlength=len(dist) ** len(view)).double() / len(tokens)
@@ -81,9 +83,9 @@ def _expected(view: tuple[int, ...], dist: Tensor) -> Tensor:
 
 
 def _event(tokens: Tensor, view: tuple[int, ...], dist: Tensor) -> Tensor:
-    """What came more often than it should have."""
-    return _seen_by(tokens, view, dist) > _expected(view, dist)
+    """Return the outcomes that occurred more often than expected."""
+    return _frequencies(tokens, view, dist) > _expected(view, dist)
 
 
 def _excess(tokens: Tensor, view: tuple[int, ...], event: Tensor, dist: Tensor) -> float:
-    return float((_seen_by(tokens, view, dist) - _expected(view, dist))[event].sum())
+    return float((_frequencies(tokens, view, dist) - _expected(view, dist))[event].sum())

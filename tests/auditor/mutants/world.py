@@ -1,4 +1,4 @@
-"""Where the mutants live: a tiny target, a drafter near it, prompts that repeat themselves, and the real engine."""
+"""Build the mutants' engines: a tiny target, a drafter near it, repetitive prompts, and the real engine."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -18,10 +18,10 @@ from draftproof.models.interface import Model
 from engine.tiny import llama
 
 V = 64
-"""Large enough that a vocabulary is bet on and not enumerated, small enough that a pass costs next to nothing."""
+"""Vocabulary size: large enough for an audit by bets, small enough for a cheap forward pass."""
 
 ROWS = 256
-"""Requests side by side: the engine's batch."""
+"""The engine's batch size."""
 
 
 @cache
@@ -30,13 +30,13 @@ def target(vocab_size: int = V) -> tf.LlamaForCausalLM:
 
 
 @cache
-def draft_model(vocab_size: int = V, *, rng: float = 0.6) -> tf.LlamaForCausalLM:
-    """The target with noise in its head: of three drafted tokens about half are kept."""
+def draft_model(vocab_size: int = V, *, noise: float = 0.6) -> tf.LlamaForCausalLM:
+    """Return the target with Gaussian noise in its output layer: about half of three draft tokens are accepted."""
     model = deepcopy(target(vocab_size))
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(1)
         head = model.lm_head.weight
-        head += torch.randn_like(head) * rng * head.std()
+        head += torch.randn_like(head) * noise * head.std()
     return model.eval()
 
 
@@ -47,14 +47,14 @@ def served(vocab_size: int, which: str) -> HFModel:
 
 @dataclass(frozen=True)
 class World:
-    """Everything an engine is made of can be replaced; what is not is the real thing. A round drafts `drafted`."""
+    """A tiny target and drafter, and engines of them with one part replaced; a round drafts `drafted` tokens."""
 
     vocab_size: int = V
     drafted: int = 3
 
     @property
-    def asked(self) -> dict[str, Any]:
-        """How an audit takes its texts from here: not many at a time, so that it ends soon after it has found one."""
+    def audit_options(self) -> dict[str, Any]:
+        """Return options for `audit`: small batches, so that it ends soon after bias is found."""
         return {"batch": 128}
 
     @property
@@ -71,16 +71,16 @@ class World:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Short, different, and with something in them to copy. One where the joint distribution is counted: it is of one."""
+        """Return short, different prompts with something to copy; only one if the joint distribution is counted."""
         count = 1 if self.vocab_size <= 16 else 32
         return [[(7 * i + j) % 64 % self.vocab_size for j in (0, 1, 2, 3, 0, 1, 2, 5, 0, 1)] for i in range(count)]
 
     def drafter(self, **options: Any) -> ModelDrafter:
-        """The production drafter for a draft model."""
+        """Return the production drafter for a draft model."""
         return ModelDrafter(served(self.vocab_size, "drafter"), vocab_size=self.vocab_size, **options)
 
     def lookup(self) -> PromptLookup:
-        """The production drafter that copies."""
+        """Return the production drafter that copies."""
         return PromptLookup()
 
     def engine(
@@ -93,8 +93,8 @@ class World:
         eos: Sequence[int] = (),
         kind: type[Engine] = Engine,
     ) -> Engine:
-        """The real engine with one thing replaced."""
-        made = kind(
+        """Build the real engine with any of these parts replaced."""
+        engine = kind(
             model or self.target,
             None,
             drafter or self.drafter(),
@@ -104,5 +104,5 @@ class World:
             limits=Limits(ROWS),
         )
         if dists is not None:
-            made._parts = replace(made._parts, dists=dists)
-        return made
+            engine._parts = replace(engine._parts, targets=dists)
+        return engine

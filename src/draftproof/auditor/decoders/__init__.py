@@ -1,4 +1,4 @@
-"""Other people's decoders, each behind one function; a host is imported when its decoder is made."""
+"""Make decoders of other libraries and programs auditable; a library is imported when its decoder is made."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -6,21 +6,21 @@ from typing import Any, Final
 
 from draftproof.auditor.interface import Decoder
 
-_HOME: Final = {
+_MODULE: Final = {
     "transformers_plain": "transformers",
     "transformers_assisted": "transformers",
     "transformers_lookup": "transformers",
     "vllm": "vllm",
     "command": "command",
 }
-"""The functions that make a decoder, and the file of each."""
+"""The functions that make a decoder, and the module of each."""
 
-DECODERS: Final = tuple(_HOME)
+DECODERS: Final = tuple(_MODULE)
 
 
 def maker(name: str) -> Callable[..., Decoder]:
-    """The function of this name: `maker("command")(argv)`."""
-    if name not in _HOME:
+    """Return the function that makes a decoder of this name: `maker("command")(argv)`."""
+    if name not in _MODULE:
         raise ValueError(f"decoder must be one of {', '.join(map(repr, DECODERS))}; got {name!r}")
-    made: Any = getattr(import_module(f"draftproof.auditor.decoders.{_HOME[name]}"), name)
+    made: Any = getattr(import_module(f"draftproof.auditor.decoders.{_MODULE[name]}"), name)
     return made  # type: ignore[no-any-return]

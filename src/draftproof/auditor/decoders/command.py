@@ -1,4 +1,4 @@
-"""Any program as a decoder: it reads requests and writes answers, one JSON object a line, in the same order.
+"""Run any program as a decoder: it reads requests and writes answers in the same order, one JSON object per line.
 
 A request is {"prompt": [ids], "sampling": {…}, "max_tokens": n, "seed": s}; an answer is {"tokens": [ids]}, and may
 have "rounds": [[drafted, accepted], …].
@@ -19,18 +19,18 @@ from draftproof.auditor.interface import Decoded
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import Round
 
-SHOWN: Final = 400
-"""Characters of a bad line, or of a program's last words, that an error shows."""
+EXCERPT: Final = 400
+"""Characters of a malformed line, or of the end of stderr, that an error message shows."""
 
 
 def command(argv: Sequence[str], *, timeout: float = 600.0) -> "Command":
-    """Run this program once and ask it for every text. `timeout`: seconds to wait for each line."""
+    """Make a decoder that starts this program once and asks it for every text; `timeout` is in seconds per answer."""
     return Command(tuple(argv), timeout)
 
 
 @dataclass(slots=True)
 class Command:
-    """A program that is started with the first request and kept: loading a model may take it minutes."""
+    """A decoder whose program starts with the first request and keeps running: loading a model may take minutes."""
 
     argv: tuple[str, ...]
     timeout: float
@@ -40,7 +40,9 @@ class Command:
 
     def __post_init__(self) -> None:
         if not self.argv:
-            raise ValueError("command wants a program and its arguments, as in ['python', 'decoder.py']; got nothing")
+            raise ValueError(
+                "command must be a program and its arguments, such as ['python', 'decoder.py']; got nothing"
+            )
         self.description = {"command": " ".join(self.argv)}
 
     def decode(
@@ -52,17 +54,17 @@ class Command:
         program, parameters = self._running, _parameters(sampling)
         for prompt, seed in zip(prompts, seeds, strict=True):
             program.ask({"prompt": list(prompt), "sampling": parameters, "max_tokens": max_tokens, "seed": seed})
-        return [_said(program.answer(), program) for _ in prompts]
+        return [_parse(program.answer(), program) for _ in prompts]
 
     def close(self) -> None:
-        """End the program: its input ends, and if that does not do, it is killed."""
+        """End the program: close its stdin, and kill it if it does not exit."""
         if self._running is not None:
             self._running.close()
             self._running = None
 
 
 class _Running:
-    """The program under way. A thread of its own reads what it writes: neither side waits for a full pipe."""
+    """The running program. A thread reads its stdout, so that neither side blocks on a full pipe."""
 
     def __init__(self, argv: tuple[str, ...], timeout: float) -> None:
         self._argv, self._timeout = argv, timeout
@@ -102,13 +104,13 @@ class _Running:
         return line
 
     def failure(self, what: str) -> RuntimeError:
-        """An error with the program's own last words. The program is ended: what it would say next answers nothing."""
+        """End the program, whose answers no longer match requests, and return an error with the end of its stderr."""
         self._end()
         self._errors.seek(0)
-        words = self._errors.read().strip()[-SHOWN:]
+        stderr = self._errors.read().strip()[-EXCERPT:]
         status = self._process.returncode
-        said = f"; it wrote: {words}" if words else ""
-        return RuntimeError(f"command {self._argv[0]!r} {what} (exit status {status}){said}")
+        wrote = f"; it wrote: {stderr}" if stderr else ""
+        return RuntimeError(f"command {self._argv[0]!r} {what} (exit status {status}){wrote}")
 
     def close(self) -> None:
         self._end()
@@ -130,12 +132,12 @@ class _Running:
 
 
 def _parameters(sampling: SamplingParams) -> dict[str, Any]:
-    """The fields of `SamplingParams` by name; the seed travels beside them."""
+    """Return the sampling parameters by name, without the seed, which a request has of its own."""
     plain = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__ if name != "seed"}
     return plain | {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()}}
 
 
-def _said(line: str, program: _Running) -> Decoded:
+def _parse(line: str, program: _Running) -> Decoded:
     try:
         answer = json.loads(line)
         tokens = tuple(_whole(token) for token in answer["tokens"])
@@ -143,15 +145,15 @@ def _said(line: str, program: _Running) -> Decoded:
         if rounds is not None:
             rounds = tuple(Round(_whole(drafted), _whole(accepted)) for drafted, accepted in rounds)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        shown = line.strip()[:SHOWN]
+        shown = line.strip()[:EXCERPT]
         raise program.failure(
-            f'wrote a line that is no answer ({type(error).__name__}: {error}): {shown!r}; it should be {{"tokens": '
-            '[ids]}, with "rounds": [[drafted, accepted], …] if they are known'
+            f"wrote a line that is not an answer ({type(error).__name__}: {error}): {shown!r}; it should be "
+            '{"tokens": [ids]}, with "rounds": [[drafted, accepted], …] if they are known'
         ) from error
     return Decoded(tokens, rounds)
 
 
 def _whole(number: Any) -> int:
     if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{number!r} is no whole number")
+        raise TypeError(f"{number!r} is not a whole number")
     return number

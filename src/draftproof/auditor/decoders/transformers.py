@@ -1,4 +1,4 @@
-"""transformers' own `generate` as a decoder: plain, assisted by a draft model, and by prompt lookup."""
+"""Audit transformers' `generate`: plain, with a draft model (assisted generation), and with prompt lookup."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,19 +11,19 @@ from draftproof.auditor.interface import Decoded
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import Round
 
-LOOKUP: Final = 10
-"""Tokens that prompt lookup copies: the number of transformers' own documentation."""
+LOOKUP_TOKENS: Final = 10
+"""Tokens that prompt lookup copies: the number in transformers' documentation."""
 
-NO_EQUAL: Final = ("presence_penalty", "frequency_penalty")
-"""What `generate` has no name for. Its repetition penalty is another thing."""
+UNSUPPORTED: Final = ("presence_penalty", "frequency_penalty")
+"""Sampling parameters that `generate` does not have; its repetition penalty is a different one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """`model.generate`, one prompt at a time: that is all its assisted decoding takes.
+    """A decoder that calls `model.generate` one prompt at a time, as assisted generation requires.
 
-    The distribution asked for is that of `sampling` alone: the model's own generation settings are put aside for the call, but
-    for the tokens that end a text. A round's drafts are counted from outside, by watching its candidate generator.
+    Only `sampling` shapes the distribution: the model's generation config is replaced for the call, except for its
+    end-of-text tokens. Rounds are counted by wrapping the candidate generator.
     """
 
     model: Any
@@ -35,15 +35,15 @@ class Generate:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, max_tokens: int, seeds: Sequence[int]
     ) -> list[Decoded]:
         """Continue each prompt; see `Decoder`."""
-        options = settings(sampling)
-        return [self._said(list(p), options, max_tokens, s) for p, s in zip(prompts, seeds, strict=True)]
+        options = generate_options(sampling)
+        return [self._generate(list(p), options, max_tokens, s) for p, s in zip(prompts, seeds, strict=True)]
 
-    def _said(self, prompt: list[int], options: dict[str, Any], max_tokens: int, seed: int) -> Decoded:
+    def _generate(self, prompt: list[int], options: dict[str, Any], max_tokens: int, seed: int) -> Decoded:
         ids = torch.tensor([prompt], device=self.model.device)
         devices = [self.model.device] if self.model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), _settings_aside(self.model) as ends, _watched(self.model) as rounds:
+        with torch.random.fork_rng(devices), _default_config(self.model) as ends, _counted_rounds(self.model) as rounds:
             torch.manual_seed(seed)
-            made = self.model.generate(
+            output = self.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_tokens,
@@ -52,51 +52,51 @@ class Generate:
                 **options,
                 **self.extra,
             )
-        tokens = tuple(made[0, len(prompt) :].tolist())
+        tokens = tuple(output[0, len(prompt) :].tolist())
         return Decoded(tokens, tuple(rounds) if self.extra else tuple(Round(0, 0) for _ in tokens))
 
 
 def transformers_plain(model: Any) -> Generate:
-    """`generate` on its own: nothing is drafted."""
+    """Make a decoder of plain `generate`, without drafts."""
     return Generate(model, "transformers", description=_versions())
 
 
 def transformers_assisted(model: Any, assistant: Any) -> Generate:
-    """`generate` with a draft model. How much it drafts is set in the assistant's own generation settings."""
-    own = assistant.generation_config
+    """Make a decoder of `generate` with a draft model; the assistant's generation config sets the draft length."""
+    config = assistant.generation_config
     names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-    told = {name: str(getattr(own, name)) for name in names if getattr(own, name, None) is not None}
-    return Generate(model, "transformers, assisted", {"assistant_model": assistant}, _versions() | told)
+    settings = {name: str(getattr(config, name)) for name in names if getattr(config, name, None) is not None}
+    return Generate(model, "transformers, assisted", {"assistant_model": assistant}, _versions() | settings)
 
 
-def transformers_lookup(model: Any, n: int = LOOKUP) -> Generate:
-    """`generate` with prompt lookup of n tokens."""
+def transformers_lookup(model: Any, n: int = LOOKUP_TOKENS) -> Generate:
+    """Make a decoder of `generate` with prompt lookup of n tokens."""
     if n < 1:
         raise ValueError(f"prompt lookup copies n ≥ 1 tokens; got {n}")
-    told = {"prompt_lookup_num_tokens": str(n)}
-    return Generate(model, "transformers, prompt lookup", {"prompt_lookup_num_tokens": n}, _versions() | told)
+    settings = {"prompt_lookup_num_tokens": str(n)}
+    return Generate(model, "transformers, prompt lookup", {"prompt_lookup_num_tokens": n}, _versions() | settings)
 
 
-def settings(sampling: SamplingParams) -> dict[str, Any]:
-    """This sampling by `generate`'s names. All are said: what is left out may be anything (top_k is 50)."""
-    refused = [name for name in NO_EQUAL if getattr(sampling, name)]
+def generate_options(sampling: SamplingParams) -> dict[str, Any]:
+    """Translate sampling parameters to `generate`'s; all are set, as its defaults may differ (top_k is 50)."""
+    refused = [name for name in UNSUPPORTED if getattr(sampling, name)]
     if refused:
         raise ValueError(
             f"transformers' generate has no {' and no '.join(refused)}: leave it out, or audit a decoder that has it"
         )
-    made: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": None, "sequence_bias": None}
+    options: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": None, "sequence_bias": None}
     if sampling.repetition_penalty != 1:
-        made["repetition_penalty"] = float(sampling.repetition_penalty)
+        options["repetition_penalty"] = float(sampling.repetition_penalty)
     if sampling.logit_bias:
-        made["sequence_bias"] = {(token,): float(bias) for token, bias in sampling.logit_bias.items()}
+        options["sequence_bias"] = {(token,): float(bias) for token, bias in sampling.logit_bias.items()}
     if sampling.temperature > 0:
-        made |= {
+        options |= {
             "temperature": float(sampling.temperature),
             "top_k": sampling.top_k or 0,
             "top_p": float(sampling.top_p),
             "min_p": float(sampling.min_p) or None,
         }
-    return made
+    return options
 
 
 def _versions() -> dict[str, str]:
@@ -106,28 +106,28 @@ def _versions() -> dict[str, str]:
 
 
 @contextmanager
-def _settings_aside(model: Any) -> Iterator[list[int]]:
-    """Put the model's generation settings aside, and say which tokens end a text by them."""
+def _default_config(model: Any) -> Iterator[list[int]]:
+    """Replace the model's generation config by the default one, and yield its end-of-text tokens."""
     from transformers import GenerationConfig
 
-    own = model.generation_config
-    ends = own.eos_token_id
+    config = model.generation_config
+    ends = config.eos_token_id
     model.generation_config = GenerationConfig()
     try:
         yield [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     finally:
-        model.generation_config = own
+        model.generation_config = config
 
 
 @contextmanager
-def _watched(model: Any) -> Iterator[list[Round]]:
-    """What each round drafts and keeps: the candidate generator is asked for one and told of the other."""
+def _counted_rounds(model: Any) -> Iterator[list[Round]]:
+    """Wrap the model's candidate generator, and yield a list that fills with what each round drafts and accepts."""
     rounds: list[Round] = []
     make = model._get_candidate_generator
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        made = make(*args, **kwargs)
-        propose, told = made.get_candidates, made.update_candidate_strategy
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        generator = make(*args, **kwargs)
+        propose, update = generator.get_candidates, generator.update_candidate_strategy
         drafted = [0]
 
         def get_candidates(input_ids: Any, *rest: Any, **more: Any) -> Any:
@@ -137,12 +137,12 @@ def _watched(model: Any) -> Iterator[list[Round]]:
 
         def update_candidate_strategy(input_ids: Any, scores: Any, num_matches: Any) -> Any:
             rounds.append(Round(drafted[0], int(num_matches)))
-            return told(input_ids, scores, num_matches)
+            return update(input_ids, scores, num_matches)
 
-        made.get_candidates, made.update_candidate_strategy = get_candidates, update_candidate_strategy
-        return made
+        generator.get_candidates, generator.update_candidate_strategy = get_candidates, update_candidate_strategy
+        return generator
 
-    model._get_candidate_generator = watched
+    model._get_candidate_generator = wrapped
     try:
         yield rounds
     finally:

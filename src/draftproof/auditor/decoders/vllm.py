@@ -1,4 +1,4 @@
-"""vLLM's offline `LLM` class as a decoder: n-gram speculation, a draft model, or none."""
+"""Audit vLLM's offline `LLM` class: with n-gram speculation, with a draft model, or plain."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,26 +12,28 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import Round
 
 NGRAM: Final = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+"""vLLM's speculative config for drafter "ngram"."""
 OPTIONS: Final[Mapping[str, Any]] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
-"""What an audit wants: the judge's precision, and no time spent on compiling."""
+"""Defaults of the `LLM` class for an audit: the reference's precision, and no compilation time."""
 
 
 def vllm(model: Any, drafter: str | None = "ngram", *, draft_length: int = 3, **options: Any) -> "Offline":
-    """A decoder of this folder or hub id; or of an `LLM` that is there already, which has its own drafter.
+    """Make a decoder of a model folder or hub id, or of an existing `LLM` with the drafter it was loaded with.
 
     drafter   "ngram", a draft model's folder or hub id, or None
-    options   the `LLM` class's own; the defaults are `OPTIONS`
+    options   options of the `LLM` class; the defaults are `OPTIONS`
 
-    vLLM is run inside this process: only there can its rounds be counted.
+    vLLM runs inside this process, because its rounds can only be counted there.
     """
     if not isinstance(model, (str, os.PathLike)):
         return Offline(model, "vllm", _versions())
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    llm_class: Any = _host().LLM
+    llm_class: Any = _vllm().LLM
 
-    told = None if drafter is None else {**_speculation(drafter), "num_speculative_tokens": draft_length}
-    llm = llm_class(model=str(model), speculative_config=told, **{**OPTIONS, **options})
-    return Offline(llm, "vllm" if told is None else f"vllm, {told['method']}", _versions() | {"speculation": str(told)})
+    speculation = None if drafter is None else {**_speculation(drafter), "num_speculative_tokens": draft_length}
+    llm = llm_class(model=str(model), speculative_config=speculation, **{**OPTIONS, **options})
+    name = "vllm" if speculation is None else f"vllm, {speculation['method']}"
+    return Offline(llm, name, _versions() | {"speculation": str(speculation)})
 
 
 def _speculation(drafter: str) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def _speculation(drafter: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Offline:
-    """`LLM.generate` over token ids, all prompts of a call together."""
+    """A decoder that calls `LLM.generate` on token ids, all prompts of a call in one batch."""
 
     llm: Any
     name: str
@@ -50,16 +52,16 @@ class Offline:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, max_tokens: int, seeds: Sequence[int]
     ) -> list[Decoded]:
         """Continue each prompt; see `Decoder`."""
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         parameters = [_parameters(sampling, max_tokens, seed) for seed in seeds]
-        with _watched(self.llm) as rounds:
-            outputs = self.llm.generate(asked, parameters, use_tqdm=False)
-        return [Decoded(tuple(made.outputs[0].token_ids), _of(rounds, made.request_id)) for made in outputs]
+        with _counted_rounds(self.llm) as rounds:
+            outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
+        return [Decoded(tuple(each.outputs[0].token_ids), _rounds_of(rounds, each.request_id)) for each in outputs]
 
 
 def _parameters(sampling: SamplingParams, max_tokens: int, seed: int) -> Any:
-    """This sampling by vLLM's names: it has them all."""
-    return _host().SamplingParams(
+    """Translate sampling parameters to vLLM's, which has all of them."""
+    return _vllm().SamplingParams(
         temperature=float(sampling.temperature),
         top_k=sampling.top_k or 0,
         top_p=float(sampling.top_p),
@@ -74,7 +76,7 @@ def _parameters(sampling: SamplingParams, max_tokens: int, seed: int) -> Any:
     )
 
 
-def _host() -> Any:
+def _vllm() -> Any:
     try:
         return import_module("vllm")
     except ImportError as error:
@@ -82,12 +84,12 @@ def _host() -> Any:
 
 
 def _versions() -> dict[str, str]:
-    return {"vllm": str(_host().__version__)}
+    return {"vllm": str(_vllm().__version__)}
 
 
 @contextmanager
-def _watched(llm: Any) -> Iterator[dict[str, list[Round]] | None]:
-    """What each round of each request drafts and keeps, read off its scheduler; None where that is out of reach."""
+def _counted_rounds(llm: Any) -> Iterator[dict[str, list[Round]] | None]:
+    """Wrap the scheduler, and yield a dict that fills with each request's rounds; None if there is no access to it."""
     core = getattr(getattr(llm.llm_engine, "engine_core", None), "engine_core", None)
     scheduler = getattr(core, "scheduler", None)
     if scheduler is None:
@@ -96,24 +98,24 @@ def _watched(llm: Any) -> Iterator[dict[str, list[Round]] | None]:
     rounds: dict[str, list[Round]] = {}
     update = scheduler.update_from_output
 
-    def watched(planned: Any, came: Any) -> Any:
-        for request, row in came.req_id_to_index.items():
-            emitted = len(came.sampled_token_ids[row]) if came.sampled_token_ids else 0
-            if emitted:  # a prompt that is read in pieces emits nothing at first
-                drafted = len(planned.scheduled_spec_decode_tokens.get(request) or ())
+    def wrapped(scheduled: Any, output: Any) -> Any:
+        for request, row in output.req_id_to_index.items():
+            emitted = len(output.sampled_token_ids[row]) if output.sampled_token_ids else 0
+            if emitted:  # chunked prefill emits nothing at first
+                drafted = len(scheduled.scheduled_spec_decode_tokens.get(request) or ())
                 rounds.setdefault(request, []).append(Round(drafted, min(drafted, emitted - 1)))
-        return update(planned, came)
+        return update(scheduled, output)
 
-    scheduler.update_from_output = watched
+    scheduler.update_from_output = wrapped
     try:
         yield rounds
     finally:
         del scheduler.update_from_output
 
 
-def _of(rounds: dict[str, list[Round]] | None, request: str) -> tuple[Round, ...] | None:
-    """A request's rounds. Inside the engine its name may have a tail."""
+def _rounds_of(rounds: dict[str, list[Round]] | None, request: str) -> tuple[Round, ...] | None:
+    """Return a request's rounds; the engine may have appended a suffix to its id."""
     if rounds is None:
         return None
-    found = [made for name, made in rounds.items() if name == request or name.startswith(f"{request}-")]
+    found = [counted for name, counted in rounds.items() if name == request or name.startswith(f"{request}-")]
     return tuple(found[0]) if len(found) == 1 else None

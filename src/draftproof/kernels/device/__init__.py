@@ -1,1 +1,1 @@
-"""What runs on the device: Triton functions, each with its PyTorch reference."""
+"""Triton functions that run on the device; each names its PyTorch reference."""

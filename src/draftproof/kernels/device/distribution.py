@@ -1,4 +1,5 @@
-"""Distributions on the device: p and q of tokens, once a distribution row's numbers are known. Twin: `draftproof.core.distribution`."""
+"""Compute p and q of tokens from the statistics of their distribution rows. Reference:
+`draftproof.core.distribution`."""
 
 from typing import Any, NamedTuple, no_type_check
 
@@ -8,11 +9,11 @@ import triton.language as tl
 from draftproof.kernels.device.layout import BAD_DRAFT, BAD_TARGET, BAD_TOKEN, CENTRE, CUTOFF, GAIN, SLOPE
 from draftproof.kernels.device.math import power, slope_of
 from draftproof.kernels.device.rows import entry_of, take_draft, take_draft_before, take_target
-from draftproof.kernels.device.stats import line_of, pick
+from draftproof.kernels.device.stats import pick, row_stats_at
 
 
-class Numbers(NamedTuple):
-    """Of one distribution row, as float32: p of logit x is 2^((x − centre) · slope) · gain, 0 below the cutoff."""
+class DistParams(NamedTuple):
+    """Parameters of one distribution, float32: p of logit x is 2^((x − centre) · slope) · gain, 0 below the cutoff."""
 
     slope: Any
     centre: Any
@@ -21,7 +22,10 @@ class Numbers(NamedTuple):
 
 
 class Distributions(NamedTuple):
-    """Of several distribution rows: cutoff and log-sum-exp, float64; centre and gain. The log-sum-exp of no distribution is NaN."""
+    """Parameters of several distributions: cutoff and log-sum-exp, float64; centre and gain, float32.
+
+    The log-sum-exp is NaN if a row is not a distribution.
+    """
 
     cutoff: Any
     lse: Any
@@ -32,10 +36,12 @@ class Distributions(NamedTuple):
 @triton.jit
 @no_type_check
 def dists_of(rows, temperature):
-    """Of rows of these numbers (`Settled`), all at once, before it is known which of them matters: logarithm and
-    exponential take longer than most that comes behind them."""
+    """Return the parameters of several rows at once, before it is known which row matters.
+
+    Logarithm and exponential take longer than most of the work that follows them. rows: `RowStats`.
+    """
     lse = rows.base + tl.log(rows.mass)
-    centre = (lse * temperature).to(tl.float32)  # twin: `distribution.powers`
+    centre = (lse * temperature).to(tl.float32)  # reference: core.distribution.powers
     gain = tl.exp(centre.to(tl.float64) * (1.0 / temperature) - lse).to(tl.float32)
     return Distributions(cutoff=rows.cutoff, lse=lse, centre=centre, gain=gain)
 
@@ -43,54 +49,61 @@ def dists_of(rows, temperature):
 @triton.jit
 @no_type_check
 def dist_at(dists, at, temperature):
-    """One of them; of a row that is never looked at, anything."""
+    """Select the parameters of one row; arbitrary if `at` is outside."""
     cutoff = pick(dists.cutoff, at).to(tl.float32)
     slope = slope_of(1.0 / temperature)
-    return Numbers(slope=slope, centre=pick(dists.centre, at), gain=pick(dists.gain, at), cutoff=cutoff)
+    return DistParams(slope=slope, centre=pick(dists.centre, at), gain=pick(dists.gain, at), cutoff=cutoff)
 
 
 @triton.jit
 @no_type_check
 def dist_of_peak(cutoff, base, gain, temperature, scale):
-    """Of one row whose base is that of its largest logit and whose mass is 1 / gain: neither a logarithm nor an
-    exponential is needed. The centre is another one than the twin's, and what is made of it the same up to rounding."""
+    """Return the parameters of a row whose base belongs to its largest logit and whose mass is 1 / gain.
+
+    Needs neither logarithm nor exponential. The centre differs from the reference's; the probabilities are the same up
+    to rounding.
+    """
     centre = (base * temperature).to(tl.float32)
-    return Numbers(slope=slope_of(scale), centre=centre, gain=gain.to(tl.float32), cutoff=cutoff.to(tl.float32))
+    return DistParams(slope=slope_of(scale), centre=centre, gain=gain.to(tl.float32), cutoff=cutoff.to(tl.float32))
 
 
 @triton.jit
 @no_type_check
 def dist_of_base(cutoff, base, gain, temperature, scale):
-    """Of one row, whatever its base: a log-sum-exp that was handed over is no logit's."""
+    """Return the parameters of a row with any base.
+
+    A log-sum-exp passed by the drafter is not the base of a logit, so the rounding of the centre has to be corrected.
+    """
     dist = dist_of_peak(cutoff, base, gain, temperature, scale)
-    made_up = tl.exp(dist.centre.to(tl.float64) * scale - base)  # for the rounding of the centre
-    return Numbers(slope=dist.slope, centre=dist.centre, gain=(made_up * gain).to(tl.float32), cutoff=dist.cutoff)
+    correction = tl.exp(dist.centre.to(tl.float64) * scale - base)  # for the rounding of the centre
+    return DistParams(slope=dist.slope, centre=dist.centre, gain=(correction * gain).to(tl.float32), cutoff=dist.cutoff)
 
 
 @triton.jit
 @no_type_check
-def draft_line_of(batch, req, row):
-    return line_of(batch, req, req.J + tl.minimum(row, req.K - 1))
+def draft_stats_at(batch, req, row):
+    """Return the pointer to the statistics of a draft row, clamped to the last one."""
+    return row_stats_at(batch, req, req.J + tl.minimum(row, req.K - 1))
 
 
 @triton.jit
 @no_type_check
-def write_numbers(line, there, dist):
-    """Write down the numbers of rows that stand at `line` [S], for programs that all need them; cutoffs are there."""
+def save_dist_params(line, there, dist):
+    """Store the parameters of the rows at `line` [S], for programs that share them; cutoffs are stored already."""
     tl.store(line + SLOPE, dist.slope.to(tl.float64), mask=there)
-    both = tl.join(dist.centre, dist.gain).to(tl.float64)  # they stand side by side, and go from thread to thread once
+    both = tl.join(dist.centre, dist.gain).to(tl.float64)  # neighbours in memory: exchanged between threads once
     tl.store((line + CENTRE)[:, None] + tl.arange(0, 2)[None, :], both, mask=there[:, None])
 
 
 @triton.jit
 @no_type_check
-def written_numbers(line, there, CUT: tl.constexpr):
-    """Of rows whose numbers are written down. CUT: whether they may have cutoffs."""
+def load_dist_params(line, there, CUT: tl.constexpr):
+    """Load stored parameters of rows. CUT: whether the rows may have cutoffs."""
     centre = tl.load(line + CENTRE, mask=there, other=0.0).to(tl.float32)
     cutoff = tl.full(centre.shape, float("-inf"), tl.float32)
     if CUT:
         cutoff = tl.load(line + CUTOFF, mask=there, other=0.0).to(tl.float32)
-    return Numbers(
+    return DistParams(
         slope=tl.load(line + SLOPE, mask=there, other=1.0).to(tl.float32),
         centre=centre,
         gain=tl.load(line + GAIN, mask=there, other=0.0).to(tl.float32),
@@ -101,21 +114,31 @@ def written_numbers(line, there, CUT: tl.constexpr):
 @triton.jit
 @no_type_check
 def probs_of(x, dist):
-    """Twin: `distribution.powers`, and what `Distribution.probs` makes of it."""
+    """Return probabilities of logits x. Reference: core.distribution.powers and Distribution.probs."""
     return tl.where(x < dist.cutoff, 0.0, power(x - dist.centre, dist.slope) * dist.gain)
 
 
 @triton.jit
 @no_type_check
 def log_probs(x, scale, rows):
-    """Twin: `Distribution.log_probs`. float64, −inf below the cutoff, of one logit x [S] in each row."""
+    """Return the log-probability of one logit x [S] in each row, float64; −inf below the cutoff.
+
+    Reference: core.distribution.Distribution.log_probs.
+    """
     x = x.to(tl.float64)
     return tl.where(x < rows.cutoff, float("-inf"), scale * x - (rows.base + tl.log(rows.mass)))
 
 
 class Drafted(NamedTuple):
-    """A request's draft: place [KP], whether there is a token and which, whether it can be one, its logit in both
-    rows."""
+    """A request's draft [KP].
+
+    i       position
+    there   whether there is a token
+    token   the token
+    known   whether it is in the vocabulary
+    target  its logit in the target row
+    draft   its logit in the draft row
+    """
 
     i: Any
     there: Any
@@ -128,7 +151,7 @@ class Drafted(NamedTuple):
 @triton.jit
 @no_type_check
 def drafted_of(batch, req):
-    """What can be known of the draft before any distribution is: two logits a token."""
+    """Load a request's draft: the tokens and their two logits, which need no statistics."""
     i = tl.arange(0, batch.traits.KP)
     there = i < req.length
     x = tl.load(batch.drafted + req.b * req.K + i, mask=there, other=-1)
@@ -145,9 +168,9 @@ def drafted_of(batch, req):
 @triton.jit
 @no_type_check
 def log_ratios(req, drafted, p, q, p_scale, q_scale):
-    """Twin: `chain.log_ratios`, for a request that is not greedy. p and q: its rows' numbers.
+    """Return log(p/q) of the draft tokens of a sampled request, float64, and fault bits, both [KP].
 
-    Returns the ratios, float64, and what is wrong, as bits, both [KP]: where something is, a ratio may be anything.
+    Reference: rules.chain.log_ratios. p and q: `RowStats`. A ratio is arbitrary where a fault bit is set.
     """
     known = drafted.known
     fault = (drafted.there & ~known).to(tl.int32) * BAD_TOKEN
@@ -155,7 +178,7 @@ def log_ratios(req, drafted, p, q, p_scale, q_scale):
     log_p = tl.where(known, log_probs(drafted.target, p_scale, p), float("-inf"))
     log_q = log_probs(drafted.draft, q_scale, q)
     weighed = known & (drafted.i < tl.where(req.draft_temperature > 0, req.length, 0))
-    # an impossible draft token was not drawn from this distribution, and then nothing here would be exact
+    # a draft token of probability 0 was not drawn from this distribution: the verdict would not be exact
     drawable = log_q > float("-inf")
     fault |= (weighed & ~drawable).to(tl.int32) * BAD_DRAFT
     ratio = tl.where(log_p == float("-inf"), log_p, log_p - tl.where(weighed & drawable, log_q, 0.0))
@@ -165,8 +188,11 @@ def log_ratios(req, drafted, p, q, p_scale, q_scale):
 @triton.jit
 @no_type_check
 def draft_prob_of(batch, req, row, dist, drafted, x):
-    """Twin: `chain.draft_prob_of`. q of tokens x at one draft row, of which each line lies in one chunk: [T, W], and
-    W = 1 where the draft's vocabulary is another one. `drafted` is the token drafted there."""
+    """Return q of tokens x [T, W] at one draft row. Reference: rules.chain.draft_prob_of.
+
+    Each line of x lies in one chunk; W = 1 if the draft has another vocabulary. `drafted` is the draft token of this
+    row.
+    """
     q = (x == drafted).to(tl.float32)
     if batch.traits.DRAWN:  # noqa: SIM102  (one is known when compiling, the other is not)
         if req.draft_temperature > 0:
@@ -177,23 +203,27 @@ def draft_prob_of(batch, req, row, dist, drafted, x):
 @triton.jit
 @no_type_check
 def target_probs(batch, req, row, dist, o):
-    """Twin: `Distribution.probs`. p of tokens `o` [S, W] at one target row, float32; a line of `o` lies in one chunk."""
+    """Return p of tokens `o` [S, W] at one target row, float32. Reference: Distribution.probs.
+
+    A line of `o` lies in one chunk.
+    """
     return probs_of(take_target(batch, req, row + tl.zeros([o.shape[0]], tl.int32), o), dist)
 
 
 @triton.jit
 @no_type_check
 def excess(batch, req, row, drafted, p_dist, q_dist, weight, share, o):
-    """Twin: `chain.excess`. max(0, w·p − share·q) of tokens `o` [S, W], float32; share is 1, or 0 where no q is.
+    """Return max(0, w·p − share·q) of tokens `o` [S, W], float32. Reference: rules.chain.excess.
 
-    Both rows are asked for before one is worked on. `drafted` stands there: a point mass, where it was chosen.
+    share is 1, or 0 where there is no q. Both rows are loaded before either is used. `drafted` is the draft token here:
+    a point mass if it was chosen.
     """
     x = take_target(batch, req, row + tl.zeros([o.shape[0]], tl.int32), o)
     q = (o == drafted).to(tl.float32)
     if batch.traits.DRAWN:
         end = tl.where((share > 0) & (req.draft_temperature > 0), batch.sizes.R, 0)
-        y = _draft_logits(batch, req, tl.minimum(row, req.K - 1), o, end)  # behind the whole draft there is none
-        always = req.K >= 0  # the compiler cannot know, and would put off one load until the other is worked on
+        y = _draft_logits(batch, req, tl.minimum(row, req.K - 1), o, end)  # after the whole draft there is no draft row
+        always = req.K >= 0  # unknown to the compiler, which would otherwise delay one load until the other is used
         x, y = tl.where(always, x, y), tl.where(always, y, x)
         q = tl.where(req.draft_temperature > 0, probs_of(y, q_dist), q)
     p = probs_of(x, p_dist) * weight.to(tl.float32)
@@ -203,9 +233,9 @@ def excess(batch, req, row, drafted, p_dist, q_dist, weight, share, o):
 @triton.jit
 @no_type_check
 def _draft_logits(batch, req, row, o, end):
-    """Of tokens `o` [S, W] at one draft row, whose entries before `end` are looked at."""
+    """Load the draft logits of tokens `o` [S, W] at one draft row, for entries before `end`."""
     entry = entry_of(batch, o)
-    if batch.traits.MAPPED:  # neighbours need not lie in one chunk of the draft's vocabulary: a line each
+    if batch.traits.MAPPED:  # neighbours may lie in different chunks of the draft's vocabulary: one line each
         entry = tl.reshape(entry, (o.shape[0] * o.shape[1], 1))
     y = take_draft_before(batch, req, row + tl.zeros([entry.shape[0]], tl.int32), entry, end)
     return tl.reshape(y, (o.shape[0], o.shape[1]))

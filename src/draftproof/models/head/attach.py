@@ -1,4 +1,4 @@
-"""A head on its target: the target's embeddings before it, the target's output rows behind it."""
+"""Attach a head to its target: the target's embeddings before the head, and its output rows after it."""
 
 import copy
 from dataclasses import dataclass
@@ -12,20 +12,22 @@ from transformers import PreTrainedModel
 
 from draftproof.core.distribution import DraftVocab
 from draftproof.models.compatibility import head_size
-from draftproof.models.cpu_linear import halvable, halve, pack, packable
+from draftproof.models.cpu_linear import bfloat16_packable, pack, pack_bfloat16, packable
 from draftproof.models.head import file as headfile
 from draftproof.models.head.network import Head
 from draftproof.models.head.taps import embeddings, output_rows
 
 ON_CPU: Final = 12288
+"""Tokens in the draft vocabulary on a CPU, where a step is bound by reading its weights. More tokens would raise
+acceptance a little and cost more time than they save (docs/decisions.md)."""
 
-"""Tokens that a head says on a CPU, where a step takes as long as its weights take to be read: more would keep a little
-more of each draft and take longer than they save (docs/decisions.md)."""
+SHIPPED: Final = Path(__file__).parents[2] / "heads" / "smollm2-135m"
+"""The folder of the head that the package ships for the bundled model."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittedHead:
-    """Float32 on the target's device, on a CPU packed where that can be. The head that was passed in stays as it is."""
+    """A head with its target's embeddings and output rows, in float32 on the target's device, packed on a CPU."""
 
     head: Head
     table: Float[Tensor, "V H"]
@@ -36,16 +38,19 @@ class FittedHead:
     def on(
         cls, head: Head, ids: Int[Tensor, " all"], model: PreTrainedModel, *, size: int | None = None
     ) -> "FittedHead":
-        """`ids` are the tokens that the head may say, the most frequent first; it says the first `size` of them, by
-        default as many as pay on the device."""
+        """Attach a copy of `head` to the target `model`.
+
+        `ids` are the tokens that the head can draft, most frequent first. It uses the first `size` of them; the default
+        is ON_CPU on a CPU and all on a GPU.
+        """
         device = torch.device(model.device)
         size = size or (ON_CPU if device.type == "cpu" else len(ids))
         ids = ids[:size].to(device=device, dtype=torch.long)
         head = copy.deepcopy(head).to(device=device, dtype=torch.float32).eval().requires_grad_(False)
         rows = nn.Sequential(_linear(output_rows(model, ids).to(device=device, dtype=torch.float32)))
         for part in (head, rows):
-            if halvable(part):
-                halve(part)
+            if bfloat16_packable(part):
+                pack_bfloat16(part)
             elif packable(part):
                 pack(part)
         return cls(head, embeddings(model), rows, DraftVocab.of(ids, head_size(model)))
@@ -54,25 +59,20 @@ class FittedHead:
         return nn.functional.embedding(tokens, self.table).float()
 
     def logits(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N R"]:
-        """What the head's states say of the next token, over its own vocabulary."""
-        scored: Tensor = self.rows(self.head.out(h))
-        return scored
-
-
-SHIPPED: Final = Path(__file__).parent.parent / "heads" / "smollm2-135m"
-
-"""The head of the bundled model, where the package has brought one."""
+        """Return the logits of the next token over the draft vocabulary, from the head's states."""
+        logits: Tensor = self.rows(self.head.out(h))
+        return logits
 
 
 def fitted(folder: str | Path, model: PreTrainedModel) -> FittedHead:
-    """The head in this folder on its target; refused on any other."""
+    """Load the head in this folder and attach it to its target; refuse any other target."""
     head, meta = headfile.load(folder)
     headfile.check_target(meta, model)
     return FittedHead.on(head, torch.tensor(meta.ids), model)
 
 
 def shipped_fits(model: PreTrainedModel) -> bool:
-    """Has the package brought a head, and was it trained on this model?"""
+    """Return whether the package ships a head that was trained on this model."""
     try:
         headfile.check_target(headfile.load(SHIPPED)[1], model)
     except ValueError:
@@ -81,6 +81,6 @@ def shipped_fits(model: PreTrainedModel) -> bool:
 
 
 def _linear(weight: Float[Tensor, "R H"]) -> nn.Linear:
-    made: nn.Linear = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], bias=False, device=weight.device)
-    made.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-    return made
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], bias=False, device=weight.device)
+    layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    return layer

@@ -1,6 +1,6 @@
-"""A head on disk: a folder with its weights (safetensors, float16) and a JSON that names the target and the training.
+"""Save and load a head: a folder of weights (safetensors, float16) and a JSON that names the target and the training.
 
-Embeddings and output rows are the target's own and are not stored: a head of the bundled model is 10 MB.
+Embeddings and output rows belong to the target and are not stored: a head of the bundled model takes 10 MB.
 """
 
 import json
@@ -20,23 +20,24 @@ from draftproof.models.head.taps import weights_hash
 __all__ = ["HeadMeta", "check_target", "load", "meta_for", "save", "weights_hash"]
 
 WEIGHTS: Final = "head.safetensors"
-SHEET: Final = "head.json"
+METADATA: Final = "head.json"
 IDS: Final = "vocabulary"
+"""The name of `HeadMeta.ids` among the tensors: 16 384 numbers would make the JSON unreadable."""
 LAYOUT: Final = 1
-"""Raised whenever an older reader would misread what is written."""
+"""The version of the file format, raised whenever an older reader would misread a new file."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadMeta:
-    """What is known of a head besides its weights.
+    """The metadata of a head.
 
     target      the target's name, for people
     model_type  its architecture, as transformers calls it
     hidden, layers, vocab_size  its sizes
     weights     `weights_hash` of the target
-    ids         the target's tokens that the head can say, the most frequent first: the first so many are a vocabulary
-    training    how it was made and how it fared: whatever the training wants to tell
-    licence     of the head; that of the target's weights, whose text it was trained on
+    ids         the target's tokens that the head can draft, most frequent first: every prefix is a draft vocabulary
+    training    how it was trained and evaluated: any JSON
+    licence     of the head, which is that of the target's weights, whose text it was trained on
     """
 
     target: str
@@ -53,37 +54,40 @@ class HeadMeta:
 def meta_for(
     model: PreTrainedModel, ids: tuple[int, ...], *, target: str, training: dict[str, Any], licence: str
 ) -> HeadMeta:
-    """The sheet of a head that was trained on this target."""
+    """Return the metadata of a head trained on this target."""
     config = decoder_config(model)
     sizes = int(config.hidden_size), int(config.num_hidden_layers), head_size(model)
     return HeadMeta(target, config.model_type, *sizes, weights_hash(model), tuple(ids), training, licence)
 
 
 def save(path: str | Path, head: Head, meta: HeadMeta) -> None:
-    """Write a head as a folder; one that is there is written over."""
+    """Write a head as a folder, overwriting an existing head."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.detach().half().contiguous().cpu() for name, weight in head.state_dict().items()}
     weights[IDS] = torch.tensor(meta.ids, dtype=torch.int32)
     save_file(weights, folder / WEIGHTS)
-    told = {name: value for name, value in asdict(meta).items() if name != "ids"}
-    sheet = {"layout": LAYOUT, **told, "shape": asdict(head.shape)}
-    (folder / SHEET).write_text(json.dumps(sheet, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    fields = {name: value for name, value in asdict(meta).items() if name != "ids"}
+    metadata = {"layout": LAYOUT, **fields, "shape": asdict(head.shape)}
+    (folder / METADATA).write_text(json.dumps(metadata, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load(path: str | Path) -> tuple[Head, HeadMeta]:
-    """A head in float32 on the CPU, in eval mode, and its sheet."""
+    """Read a head, in float32 on the CPU and in eval mode, and its metadata."""
     folder = Path(path)
-    if not (folder / SHEET).is_file() or not (folder / WEIGHTS).is_file():
-        raise ValueError(f"{folder} is no head: a folder with {SHEET} and {WEIGHTS}, as `draftproof train` writes it")
+    if not (folder / METADATA).is_file() or not (folder / WEIGHTS).is_file():
+        raise ValueError(
+            f"{folder} is no head: expected a folder with {METADATA} and {WEIGHTS}, as `draftproof train` writes it"
+        )
     try:
-        sheet = json.loads((folder / SHEET).read_text(encoding="utf-8"))
-        if sheet.pop("layout") != LAYOUT:
-            raise ValueError(f"{folder} has another layout than {LAYOUT}, which is all this version reads")
-        shape = sheet.pop("shape")
+        metadata = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+        layout = metadata.pop("layout")
+        if layout != LAYOUT:
+            raise ValueError(f"{folder} has layout {layout}, and this version reads only layout {LAYOUT}")
+        shape = metadata.pop("shape")
         head = Head(HeadShape(**shape | {"taps": tuple(shape["taps"])}))
         weights = load_file(folder / WEIGHTS)
-        meta = HeadMeta(ids=tuple(weights.pop(IDS).tolist()), **sheet)
+        meta = HeadMeta(ids=tuple(weights.pop(IDS).tolist()), **metadata)
         head.load_state_dict({name: weight.float() for name, weight in weights.items()})
     except (KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{folder} is no head that can be read: {error}") from error
@@ -91,18 +95,18 @@ def load(path: str | Path) -> tuple[Head, HeadMeta]:
 
 
 def check_target(meta: HeadMeta, model: PreTrainedModel) -> None:
-    """Refuse a target that the head was not trained on: it would guess badly, and nobody would know why."""
+    """Refuse a target that the head was not trained on: its drafts would be rejected, without an error."""
     config = decoder_config(model)
-    its = {
+    compared = {
         "architecture": (meta.model_type, config.model_type),
         "hidden size": (meta.hidden, config.hidden_size),
         "number of layers": (meta.layers, config.num_hidden_layers),
         "vocabulary": (meta.vocab_size, head_size(model)),
     }
-    for what, (trained, given) in its.items():
-        if trained != given:
+    for name, (expected, found) in compared.items():
+        if expected != found:
             raise ValueError(
-                f"this head was trained on {meta.target}, whose {what} is {trained}; that of the target is {given}. "
+                f"this head was trained on {meta.target}, whose {name} is {expected}; that of the target is {found}. "
                 "Use its own target, or train a head for this one: draftproof train"
             )
     if weights_hash(model) != meta.weights:

@@ -1,8 +1,8 @@
-"""A drafting head: one decoder layer on the target's own hidden states, after EAGLE-3 (Li et al. 2025, 2503.01840).
+"""A drafting head: one decoder layer on the target's hidden states, after EAGLE-3 (Li et al. 2025, 2503.01840).
 
-At position t it reads the target's states there (`fuse`) and the embedding of the token that follows, x_{t+1}, and
-predicts x_{t+2}. Behind what the target has scored it goes on with its own output in place of the states. Embeddings
-and output rows are the target's own and no part of it; its dimensions need not be the target's, only its width.
+At position t it reads the target's states there (`fuse`) and the embedding of the next token, x_{t+1}, and predicts
+x_{t+2}. After the last position that the target has scored, its own output replaces the states. Embeddings and output
+rows belong to the target and are not part of the head. Only its width must be the target's; other sizes may differ.
 """
 
 from collections.abc import Sequence
@@ -15,81 +15,13 @@ from torch import Tensor, nn
 from draftproof.core.device import to_device
 from draftproof.models.cuda_graphs import Recordings
 
-BUCKET = 256
-"""Buffers grow by multiples of this many slots."""
-
-
-@dataclass(slots=True)
-class HeadCache:
-    """Keys and values, a row's slots together. Who may look where is the caller's business: nothing is ever erased,
-    a slot that is wrong by now is written again before it is looked at."""
-
-    keys: Float[Tensor, "B S g d"]
-    values: Float[Tensor, "B S g d"]
-    recordings: Recordings = field(default_factory=Recordings)
-    """Steps over these buffers that can be replayed."""
-
-    @classmethod
-    def empty(
-        cls, rows: int, capacity: int, heads: int, size: int, device: torch.device, dtype: torch.dtype
-    ) -> "HeadCache":
-        # zeros, not empty memory: what is masked still meets a weight of zero, and zero times NaN is NaN
-        shape = (rows, rounded(capacity), heads, size)
-        keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        return cls(keys, values)
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[1]
-
-    def ensure(self, capacity: int) -> None:
-        """Make room for this many slots in every row."""
-        more = rounded(capacity) - self.capacity
-        if more > 0:
-            self.recordings.forget()
-            self.keys, self.values = (
-                torch.nn.functional.pad(part, (0, 0, 0, 0, 0, more)) for part in (self.keys, self.values)
-            )
-
-    def arranged(self, rows: Sequence[int | None]) -> "HeadCache":
-        """A cache of these rows, in this order; None is a new one. Of a new row nothing is ever looked at that was not
-        written, but it must be numbers."""
-        device = self.keys.device
-        old = to_device([row for row in rows if row is not None], device)
-        new = to_device([b for b, row in enumerate(rows) if row is not None], device)
-        shape = (len(rows), *self.keys.shape[1:])
-        return HeadCache(
-            self.keys.new_zeros(shape).index_copy_(0, new, self.keys[old]),
-            self.values.new_zeros(shape).index_copy_(0, new, self.values[old]),
-        )
-
-    def row(self, b: int) -> "HeadCache":
-        """One row, by reference."""
-        return HeadCache(self.keys[b : b + 1], self.values[b : b + 1])
-
-    def write(
-        self,
-        keys: Float[Tensor, "B g n d"],
-        values: Float[Tensor, "B g n d"],
-        slots: Int[Tensor, "B n"],
-        reach: int,
-    ) -> tuple[Float[Tensor, "B g S d"], Float[Tensor, "B g S d"]]:
-        """Write at these slots; all that lies before `reach`."""
-        starts = torch.arange(len(slots), device=slots.device)[:, None] * self.capacity
-        flat = (slots + starts).flatten()
-        for buffer, new in ((self.keys, keys), (self.values, values)):
-            buffer.flatten(0, 1).index_copy_(0, flat, new.transpose(1, 2).flatten(0, 1).to(buffer.dtype))
-        return self.keys[:, :reach].transpose(1, 2), self.values[:, :reach].transpose(1, 2)
-
-
-def rounded(slots: int) -> int:
-    """To whole buckets, at least one."""
-    return max(1, -(-slots // BUCKET)) * BUCKET
+HEAD_BUCKET = 256
+"""Slots: the buffers of a `HeadCache` grow by multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """The sizes of a head. `taps`: the target's layers whose states it reads, counted as `TargetFeatures.layers` counts."""
+    """The sizes of a head. `taps`: the target's layers whose states it reads, counted as in `TargetFeatures.layers`."""
 
     hidden: int
     heads: int
@@ -106,27 +38,27 @@ class HeadShape:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions rotate pairs")
 
 
 class Head(nn.Module):
-    """The network. Weights are drawn from `seed` until others are loaded."""
+    """The network of a head. Weights are drawn from `seed` until others are loaded."""
 
     def __init__(self, shape: HeadShape, seed: int = 0) -> None:
         super().__init__()
         self.shape = shape
         H, d = shape.hidden, shape.head_dim
-        numbers = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
 
         def linear(inputs: int, outputs: int, std: float) -> nn.Linear:
-            made: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
-            nn.init.normal_(made.weight, std=std, generator=numbers)
-            return made
+            layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
+            nn.init.normal_(layer.weight, std=std, generator=generator)
+            return layer
 
         def norm() -> nn.RMSNorm:
             return nn.RMSNorm(H, eps=shape.eps)
 
-        # Each tap has its own norm: in the middle of a model the first tokens' states can be thousands of times larger
+        # A norm for each tap: in the middle of a model the first tokens' states can be thousands of times larger.
         self.tap_norms = nn.ModuleList([norm() for _ in shape.taps])
         self.fc = linear(H * len(shape.taps), H, 0.03)
         self.embedding_norm, self.state_norm = norm(), norm()
@@ -140,53 +72,30 @@ class Head(nn.Module):
         self.frequencies: Tensor
         self.register_buffer("frequencies", shape.rope_theta**-exponents, persistent=False)
 
-    def new_cache(self, rows: int, capacity: int = 0) -> HeadCache:
+    def new_cache(self, rows: int, capacity: int = 0) -> "HeadCache":
         weight = self.norm.weight
         return HeadCache.empty(rows, capacity, self.shape.kv_heads, self.shape.head_dim, weight.device, weight.dtype)
 
     def fuse(self, states: Sequence[Float[Tensor, "*N H"]]) -> Float[Tensor, "*N H"]:
-        """The target's states after each tap, as one state."""
+        """Combine the target's states after each tap into one state."""
         fused: Tensor = self.fc(torch.cat([n(s) for n, s in zip(self.tap_norms, states, strict=True)], -1))
         return fused
-
-    def heads(
-        self, embedded: Float[Tensor, "B n H"], h: Float[Tensor, "B n H"], positions: Int[Tensor, "#B n"]
-    ) -> tuple[Float[Tensor, "B h n d"], Float[Tensor, "B g n d"], Float[Tensor, "B g n d"]]:
-        """Queries, keys and values; the first two turned to their positions."""
-        shape = self.shape
-        x = torch.cat([self.embedding_norm(embedded), self.state_norm(h)], -1)
-        parts = self.qkv(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
-        turning = shape.heads + shape.kv_heads
-        turned = turn(parts[:, :turning], positions, self.frequencies)
-        return turned[:, : shape.heads], turned[:, shape.heads :], parts[:, turning:]
-
-    def rest(self, h: Float[Tensor, "B n H"], attended: Float[Tensor, "B h n d"]) -> Float[Tensor, "B n H"]:
-        """What comes behind attention: the state that the next step reads, and `out` normalises."""
-        x = h + self.attended(attended.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        state: Tensor = x + self.down(nn.functional.silu(gate) * up)
-        return state
-
-    def out(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N H"]:
-        """The final norm: logits are out(h) @ rows.T, with the target's output rows of the reduced vocabulary."""
-        state: Tensor = self.norm(h)
-        return state
 
     def step(
         self,
         embedded: Float[Tensor, "B n H"],
         h: Float[Tensor, "B n H"],
         positions: Int[Tensor, "B n"],
-        cache: HeadCache,
+        cache: "HeadCache",
         *,
         slots: Int[Tensor, "B n"] | None = None,
         visible: Bool[Tensor, "B n S"] | None = None,
         reach: int | None = None,
     ) -> Float[Tensor, "B n H"]:
-        """n positions of each row: their keys and values are written, each looks at what lies up to its own position.
+        """Compute the states at n positions of each row: write their keys and values, then attend causally.
 
-        A tree's nodes share positions: `slots` says where they are written, `visible` what each of them may look at.
-        `reach` is how many slots there are to look at; without it the device is asked for the furthest.
+        A tree's nodes share positions: `slots` says where they are written, `visible` what each of them attends to.
+        `reach` is the number of slots to attend to; without it the largest slot is read back, which synchronises.
         """
         slots = positions if slots is None else slots
         reach = int(slots.max()) + 1 if reach is None else reach
@@ -196,15 +105,108 @@ class Head(nn.Module):
             visible = torch.arange(reach, device=slots.device) <= slots[:, :, None]
         return self.rest(h, attend(q, keys, values, visible))
 
+    def heads(
+        self, embedded: Float[Tensor, "B n H"], h: Float[Tensor, "B n H"], positions: Int[Tensor, "#B n"]
+    ) -> tuple[Float[Tensor, "B h n d"], Float[Tensor, "B g n d"], Float[Tensor, "B g n d"]]:
+        """Return queries, keys and values; queries and keys are rotated to their positions."""
+        shape = self.shape
+        x = torch.cat([self.embedding_norm(embedded), self.state_norm(h)], -1)
+        qkv = self.qkv(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
+        rotating = shape.heads + shape.kv_heads
+        rotated = rotate(qkv[:, :rotating], positions, self.frequencies)
+        return rotated[:, : shape.heads], rotated[:, shape.heads :], qkv[:, rotating:]
 
-def turn(
+    def rest(self, h: Float[Tensor, "B n H"], attended: Float[Tensor, "B h n d"]) -> Float[Tensor, "B n H"]:
+        """Apply the part of the layer after attention; the result is the next step's state and the input of `out`."""
+        x = h + self.attended(attended.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        state: Tensor = x + self.down(nn.functional.silu(gate) * up)
+        return state
+
+    def out(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N H"]:
+        """Apply the final norm: logits are out(h) @ rows.T, with the target's output rows of the draft vocabulary."""
+        state: Tensor = self.norm(h)
+        return state
+
+
+@dataclass(slots=True)
+class HeadCache:
+    """The keys and values of a head, `[B, slots, heads, size]`.
+
+    Nothing is erased. The caller's positions and masks decide what is attended to, and a stale slot is written again
+    before it is read.
+    """
+
+    keys: Float[Tensor, "B S g d"]
+    values: Float[Tensor, "B S g d"]
+    recordings: Recordings = field(default_factory=Recordings)
+    """CUDA graphs of steps over these buffers."""
+
+    @classmethod
+    def empty(
+        cls, rows: int, capacity: int, heads: int, size: int, device: torch.device, dtype: torch.dtype
+    ) -> "HeadCache":
+        # Zeros, not uninitialised memory: a masked slot has weight zero, and zero times NaN is NaN.
+        shape = (rows, rounded(capacity), heads, size)
+        keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        return cls(keys, values)
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[1]
+
+    def ensure(self, capacity: int) -> None:
+        """Grow the buffers to at least this many slots in every row."""
+        more = rounded(capacity) - self.capacity
+        if more > 0:
+            self.recordings.forget()
+            self.keys, self.values = (
+                torch.nn.functional.pad(buffer, (0, 0, 0, 0, 0, more)) for buffer in (self.keys, self.values)
+            )
+
+    def arranged(self, rows: Sequence[int | None]) -> "HeadCache":
+        """Return a cache of these rows, in this order; None is a new row, of zeros."""
+        device = self.keys.device
+        old = to_device([row for row in rows if row is not None], device)
+        new = to_device([b for b, row in enumerate(rows) if row is not None], device)
+        shape = (len(rows), *self.keys.shape[1:])
+        return HeadCache(
+            self.keys.new_zeros(shape).index_copy_(0, new, self.keys[old]),
+            self.values.new_zeros(shape).index_copy_(0, new, self.values[old]),
+        )
+
+    def row(self, b: int) -> "HeadCache":
+        """Return a cache of one row that shares this cache's buffers."""
+        return HeadCache(self.keys[b : b + 1], self.values[b : b + 1])
+
+    def write(
+        self,
+        keys: Float[Tensor, "B g n d"],
+        values: Float[Tensor, "B g n d"],
+        slots: Int[Tensor, "B n"],
+        reach: int,
+    ) -> tuple[Float[Tensor, "B g S d"], Float[Tensor, "B g S d"]]:
+        """Write keys and values at these slots, and return those of the first `reach` slots."""
+        starts = torch.arange(len(slots), device=slots.device)[:, None] * self.capacity
+        flat = (slots + starts).flatten()
+        for buffer, new in ((self.keys, keys), (self.values, values)):
+            buffer.flatten(0, 1).index_copy_(0, flat, new.transpose(1, 2).flatten(0, 1).to(buffer.dtype))
+        return self.keys[:, :reach].transpose(1, 2), self.values[:, :reach].transpose(1, 2)
+
+
+def rounded(slots: int) -> int:
+    """Round up to a multiple of HEAD_BUCKET, at least one."""
+    return max(1, -(-slots // HEAD_BUCKET)) * HEAD_BUCKET
+
+
+def rotate(
     x: Float[Tensor, "B h n d"], positions: Int[Tensor, "#B n"], frequencies: Float[Tensor, " half"]
 ) -> Float[Tensor, "B h n d"]:
-    """Rotary positions: pairs of numbers, half a head apart, turned by angles that grow with the position."""
+    """Apply rotary position embeddings: rotate pairs half a head apart by angles proportional to the position."""
     angles = positions[:, None, :, None] * frequencies
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    one, other = x.chunk(2, -1)
-    return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def attend(
@@ -213,7 +215,10 @@ def attend(
     values: Float[Tensor, "B g S d"],
     visible: Bool[Tensor, "B n S"] | None,
 ) -> Float[Tensor, "B h n d"]:
-    """Attention of heads that share keys, folded into longer queries: nothing is repeated. No mask is no limit."""
+    """Compute grouped-query attention without repeating keys: heads that share keys are folded into longer queries.
+
+    Without a mask every query attends to every slot.
+    """
     group = q.shape[1] // keys.shape[1]
     folded = q.reshape(q.shape[0], keys.shape[1], group * q.shape[2], q.shape[3])
     mask = None if visible is None else visible[:, None].repeat(1, 1, group, 1)

@@ -1,4 +1,4 @@
-"""What a head needs of its target: sizes, embeddings, output rows, and a name for the weights it was trained on."""
+"""Read from a target what its head needs: sizes, embeddings, output rows, and a hash of its weights."""
 
 import hashlib
 from collections.abc import Iterator
@@ -13,19 +13,15 @@ from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.cpu_linear import PackedLinear
 from draftproof.models.head.network import HeadShape
 
-SAMPLED: Final = 2**14
+HASHED_WEIGHTS: Final = 2**14
+"""Weights of a matrix that enter the hash, evenly spaced: enough to tell two models apart, and quick to read."""
 
-"""Weights of a matrix that its name is made of."""
-
-
-MATRICES: Final = 8
-
-"""Matrices that the name of a model is made of: the embedding and, in most families, the whole first layer."""
+HASHED_MATRICES: Final = 8
+"""Matrices of a model that enter the hash: the embedding and, in most families, the whole first layer."""
 
 
 def shape_for(model: PreTrainedModel, taps: tuple[int, ...] | None = None) -> HeadShape:
-    """A head as wide and as high as one of the target's layers; by default it reads early, in the middle and at the
-    end."""
+    """Return the shape of a head with the sizes of one of the target's layers; see `default_taps` for its taps."""
     config = decoder_config(model)
     hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
     taps = default_taps(config.num_hidden_layers) if taps is None else taps
@@ -37,62 +33,62 @@ def shape_for(model: PreTrainedModel, taps: tuple[int, ...] | None = None) -> He
         heads=heads,
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=int(size) + int(size) % 2,
-        intermediate=_intermediate(config, hidden),
-        rope_theta=_theta(config),
+        intermediate=_intermediate_size(config, hidden),
+        rope_theta=_rope_theta(config),
         eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
         taps=taps,
     )
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """After a quarter of the layers, after three fifths, and at the end."""
+    """Return the layers after about a quarter and three fifths of the target, and its last."""
     return tuple(sorted({max(1, round(layers * 4 / 15)), max(1, round(layers * 3 / 5)), layers}))
 
 
 def embeddings(model: PreTrainedModel) -> Float[Tensor, "V H"]:
-    """The target's input embeddings, where they lie."""
+    """Return the target's input embeddings, not copied."""
     table: Tensor = model.get_input_embeddings().weight.detach()
     hidden = decoder_config(model).hidden_size
     if table.shape[1] != hidden:
         raise ValueError(
-            f"{type(model).__name__} embeds tokens in {table.shape[1]} numbers and has states of {hidden}: a head "
-            "wants both of one width"
+            f"{type(model).__name__} has embeddings of width {table.shape[1]} and states of width {hidden}: a head "
+            "needs both of the same width"
         )
     return table
 
 
 def output_rows(model: PreTrainedModel, ids: Int[Tensor, " R"]) -> Float[Tensor, "R H"]:
-    """The rows of the target's output layer that score these tokens, copied."""
-    weight = _matrix(model.get_output_embeddings())
+    """Copy the rows of the target's output layer that score these tokens."""
+    weight = _weight_matrix(model.get_output_embeddings())
     if weight is None:
-        raise ValueError(f"{type(model).__name__} has no output layer with one row a token")
+        raise ValueError(f"{type(model).__name__} has no output layer with one row for each token")
     return weight.index_select(0, ids.to(weight.device))
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """A name for a model's weights, the same on every device and in every precision, packed or not.
+    """Hash a model's weights: the same result on every device and in every precision, packed or not.
 
-    Of signs only, which no rounding changes: those of a sample of the first matrices.
+    It reads only signs, which no rounding changes, of a sample of the first matrices.
     """
     config = decoder_config(model)
     sizes = config.hidden_size, config.num_hidden_layers, head_size(model)
     digest = hashlib.sha256(f"{config.model_type} {sizes}".encode())
-    for _, weight in zip(range(MATRICES), _matrices(model), strict=False):
+    for _, weight in zip(range(HASHED_MATRICES), _weight_matrices(model), strict=False):
         flat = weight.reshape(-1)
-        step = max(1, flat.numel() // SAMPLED)
-        digest.update(torch.signbit(flat[::step][:SAMPLED]).cpu().numpy().tobytes())
+        step = max(1, flat.numel() // HASHED_WEIGHTS)
+        digest.update(torch.signbit(flat[::step][:HASHED_WEIGHTS]).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _matrices(model: nn.Module) -> Iterator[Tensor]:
+def _weight_matrices(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
-        weight = _matrix(module)
+        weight = _weight_matrix(module)
         if weight is not None:
             yield weight
 
 
-def _matrix(module: Any) -> Tensor | None:
-    """A module's own weight matrix, laid out as it came."""
+def _weight_matrix(module: Any) -> Tensor | None:
+    """Return a module's own weight matrix, unpacked; None if it has none."""
     if isinstance(module, PackedLinear):
         dense: Tensor = module.packed.to_dense()
         return dense
@@ -100,7 +96,7 @@ def _matrix(module: Any) -> Tensor | None:
     return weight.detach() if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
-def _intermediate(config: PreTrainedConfig, hidden: int) -> int:
+def _intermediate_size(config: PreTrainedConfig, hidden: int) -> int:
     for name in ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"):
         size = getattr(config, name, None)
         if isinstance(size, int) and not isinstance(size, bool):
@@ -108,8 +104,8 @@ def _intermediate(config: PreTrainedConfig, hidden: int) -> int:
     return 4 * hidden
 
 
-def _theta(config: PreTrainedConfig) -> float:
-    """Of rotary positions, where the target has them."""
+def _rope_theta(config: PreTrainedConfig) -> float:
+    """Return the base of the target's rotary positions; 10 000 if it has none."""
     rope = getattr(config, "rope_parameters", None) or {}
     sets = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     return float(next((part["rope_theta"] for part in sets if part.get("rope_theta")), 10_000.0))

@@ -1,8 +1,9 @@
-"""Sampling inside transformers' generate: the joint distribution of three tokens under transformers' own processors, by G-test.
+"""Sampling inside transformers' generate has the joint distribution of plain generate, by G-test on three tokens.
 
-2,000 texts from one call, 8 tokens, the distribution found by whole forwards of every prefix (engine/distributions.py): a total variation
-of 0.17 shows with power 0.9 where it is spread over all 512 texts, of 0.1 where filters leave 64 of them. False alarms:
-α = 1e-6 a test, seeds fixed. The control, processors that are not told of the draft, fails with as many.
+2,000 texts from one call over 8 tokens; the exact distribution comes from full forwards of every prefix
+(engine/plain_distribution.py). A total variation of 0.17 is detected with power 0.9 if it is spread over all 512 texts,
+of 0.1 if filters leave 64 of them. False alarms: α = 1e-6 per test, fixed seeds. The control, processors called without
+the draft tokens, fails with as many texts.
 """
 
 import pytest
@@ -11,7 +12,7 @@ import transformers as tf
 
 import draftproof as dp
 from draftproof.core.sampling import SamplingParams
-from draftproof.integrations import transformers_rows as sheet
+from draftproof.integrations import transformers_rows
 from engine.many_texts import unchecked
 from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import PROMPT, V, llama, neighbour
@@ -27,7 +28,7 @@ CASES = [("ngram", "block"), ("model", "block"), ("model", "token"), ("model", "
 
 
 def p_value(drafter: str, rule: str, padding: int = 0, **options: float) -> float:
-    """`padding` rows of tokens to the left of the prompt, masked. They count as seen, here as in plain generate."""
+    """Return the p-value of the G-test. The masked `padding` tokens count as seen, as in plain generate."""
     ids = torch.tensor([[0] * padding + list(PROMPT)])
     with unchecked():
         made = llama().generate(
@@ -54,24 +55,27 @@ def test_texts_have_the_distribution_of_plain_generate(drafter, rule):
     assert p_value(drafter, rule, **ALL) > ALPHA
 
 
-def test_padded_texts_have_it_too():
+def test_padded_texts_have_the_distribution_of_plain_generate():
     assert p_value("model", "block", padding=3, **ALL) > ALPHA
 
 
-def test_processors_that_are_not_told_of_the_draft_are_caught(monkeypatch):
-    monkeypatch.setattr(sheet.Line, "at", lambda line, node, scores: line.text if node <= len(line.tokens) else None)
+def test_processors_called_without_the_draft_tokens_are_detected(monkeypatch):
+    def without_draft(prefixes, node, scores):
+        return prefixes.text if node <= len(prefixes.tokens) else None
+
+    monkeypatch.setattr(transformers_rows.DraftPrefixes, "at", without_draft)
     assert p_value("model", "block", **ALL) < ALPHA
 
 
 def test_the_distribution_is_that_of_plain_generate_itself():
-    """The judge is judged: transformers' own loop passes the same test."""
+    """A control of the test itself: transformers' own loop passes it."""
     torch.manual_seed(0)
     ids = torch.tensor([PROMPT])
     made = llama().generate(ids, num_return_sequences=N, do_sample=True, max_new_tokens=3, **ALL)
     assert g_test(counts(made[:, -3:], V), joint_distribution(llama(), PROMPT, SamplingParams(**ALL), 3)) > ALPHA
 
 
-def test_nothing_is_left_of_tokens_that_a_processor_rules_out():
+def test_tokens_that_a_processor_rules_out_are_never_generated():
     made = llama().generate(
         torch.tensor([PROMPT]),
         custom_generate=dp.transformers.generate,
