@@ -29,8 +29,9 @@ def smollm2():
 CONTROLS = Path(__file__).parent.parent / "docs" / "controls.md"
 HEAD = """# Wrong verifiers, and what catches them
 
-Each of these is a real defect of the field, in `tests/controls.py`. The test run rejects every one of them with the
-same tests that the exact rules pass; this table is what `make controls` printed last.
+Each of these verifiers has a real defect of the field (`tests/controls.py`): its output does not have the target's
+distribution. The tests that the exact rules pass reject every one of them. `make controls` writes this table. TV is the
+total variation between the distribution of the output and the target's.
 
 | control | what it does wrong | caught by | sample | found |
 |---|---|---|---|---|

@@ -58,8 +58,8 @@ def test_auto_is_the_drafter_it_stands_for(run, model, prompts):
 
 
 def test_all_models_are_loaded_in_float32(run, model, draft_model, prompts, monkeypatch):
-    wanted, loaded = [], load_module._loaded
-    monkeypatch.setattr(load_module, "_loaded", lambda spec, *how: wanted.append(how[1]) or loaded(spec, *how))
+    wanted, loaded = [], load_module.load_model
+    monkeypatch.setattr(load_module, "load_model", lambda spec, how: wanted.append(how.dtype) or loaded(spec, how))
     run("audit", "--target", model, "--draft-model", draft_model, "--prompts", prompts, "-n", "20", *QUICK)
     run("audit", "--target", model, "--engine", "transformers", "--prompts", prompts, "-n", "20", *QUICK)
     assert wanted == [torch.float32] * 4

@@ -28,11 +28,12 @@ from draftproof.core.types import InexactError
 from draftproof.drafters.registry import default_branches
 from draftproof.engine.batch import Batch, Encoder
 from draftproof.engine.engine import draft_length_policy, parts
-from draftproof.engine.load import as_drafter, as_model
+from draftproof.engine.load import as_drafter
 from draftproof.engine.request import Request, Session
 from draftproof.engine.round import Emitted
 from draftproof.integrations.transformers_rows import ProcessedDistributions, TokenMatrix, apply_criteria
 from draftproof.models.interface import Model
+from draftproof.models.loading import LoadOptions, as_model
 
 STATEFUL: Final = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs the model itself and keeps a cache of every call",
@@ -81,7 +82,7 @@ def generate(
     _refuse(logits_processor, generation_config, model_kwargs)
     served = as_model(model)
     branches = default_branches(drafter, rule) if branches is None else branches
-    built = as_drafter(drafter, served, None, branches, (None, None, False), model)
+    built = as_drafter(drafter, served, LoadOptions(pack=False), branches=branches, hf=model)
     inputs = GenerateInputs(
         input_ids, inputs_tensor, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     )
@@ -119,11 +120,8 @@ def _run(batch: Batch, matrix: TokenMatrix, criteria: StoppingCriteriaList, colu
 
 
 def _check_fault(row: int, session: Session, emitted: Emitted) -> None:
-    if emitted.fault and session.finish_reason is None:
-        raise RuntimeError(
-            f"row {row}: the scores after token {len(session.tokens)} are not a distribution: NaN, infinity, or no "
-            "token that the processors allow"
-        )
+    if emitted.fault is not None and session.finish_reason is None:
+        raise RuntimeError(f"row {row}: {emitted.fault}")
 
 
 @dataclass(slots=True)

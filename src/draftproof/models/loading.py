@@ -1,0 +1,86 @@
+"""Load transformers models by name, folder or object, and wrap them as a `Model`."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftproof.models import bundled
+from draftproof.models.interface import Model
+from draftproof.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How models are loaded by name.
+
+    device, dtype  default: CUDA in bfloat16 if there is one, else the CPU in float32
+    pack           lay out the weights for the CPU
+    graphs         on a GPU, record short passes and replay them
+    """
+
+    device: str | torch.device | None = None
+    dtype: torch.dtype | None = None
+    pack: bool = True
+    graphs: bool = True
+
+
+def load_model(spec: Any, options: LoadOptions) -> tuple[Any, Tokenizer | None]:
+    """Return a transformers model and, where it was loaded by name, its tokenizer. An object is returned as it is."""
+    if not isinstance(spec, (str, Path)):
+        return spec, None
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = options.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if str(spec) == bundled.NAME:
+        hf, tokenizer = bundled.load()
+        hf = hf.to(device=device, dtype=dtype)
+    else:
+        hf, tokenizer = _from_pretrained(str(spec), device, dtype)
+    if options.pack:
+        from draftproof.models.cpu_linear import pack, packable
+
+        if packable(hf):
+            pack(hf)
+    return hf, tokenizer
+
+
+def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Tokenizer]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} is neither {bundled.NAME!r} (bundled), a model folder nor a hub id that can be reached: {error}"
+        ) from error
+    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = family.from_pretrained(name, dtype=dtype).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+def as_model(hf: Any, role: str = "target", graphs: bool = True) -> Model:
+    """Wrap a transformers model as a `Model`; a `Model` is returned as it is."""
+    config = getattr(hf, "config", None)
+    if config is None:
+        if isinstance(hf, Model):
+            return hf
+        raise ValueError(f"{role} must be a name, a folder, a transformers model or a Model; got a {type(hf).__name__}")
+    if config.is_encoder_decoder:
+        from draftproof.models.encoder_decoder import EncoderDecoder
+
+        return EncoderDecoder(hf)
+    from draftproof.models.hf import HFModel
+
+    return HFModel(hf, graphs=graphs)
+
+
+def eos_tokens(hf: Any, tokenizer: Any) -> Collection[int]:
+    """Return every token that ends a text, by the model's generation settings or else by its tokenizer."""
+    settings = getattr(getattr(hf, "generation_config", None), "eos_token_id", None)
+    if settings is None:
+        settings = getattr(tokenizer, "eos_token_id", None)
+    if settings is None:
+        return ()
+    return {int(settings)} if isinstance(settings, int) else {int(token) for token in settings}
