@@ -1,5 +1,7 @@
-"""Whether the engine is right on a device: greedy texts and distributions. Parts of engine_gpu.py, each a generator of (name,
-result), so that what was found stands in the file before the next is tried."""
+"""Check the engine on a device: greedy texts and distributions. Parts of engine_gpu.py.
+
+Each part is a generator of (name, result), so that a result is written to the file before the next check starts.
+"""
 
 import math
 from collections.abc import Iterator
@@ -17,14 +19,14 @@ from engine_models import Scale, drafters, first_layers, head, llama, numbers, s
 Found = Iterator[tuple[str, Any]]
 
 K = 3
-"""Of all drafts: with it a kernel is compiled for drafts of 0, 1 and up to 3 tokens, and for no other lengths."""
+"""Draft length of all checks: kernels are then compiled for drafts of 0, 1 and up to 3 tokens, and no other lengths."""
 
 VOCAB, TEMPERATURE = 6, 0.8
-"""Of the distribution test: the joint distribution of three tokens has 216 cells."""
+"""Vocabulary and temperature of the distribution test: the joint distribution of three tokens has 216 cells."""
 
 
 def greedy(scale: Scale) -> Found:
-    """Rows that part from transformers' own greedy generation, and how near their two best tokens were there."""
+    """Count rows that differ from transformers' greedy generation, with the margin between the two best tokens."""
     model = small_target(scale)
     V, count = model.config.vocab_size, scale.of(96, 12)
     small = first_layers(model, 2, 0.3)
@@ -37,19 +39,20 @@ def greedy(scale: Scale) -> Found:
             outputs = engine.generate(prompts, temperature=0, max_tokens=count)
             pairs = zip(prompts, outputs, wanted, strict=True)
             parted = [_margin(model, p, o.tokens, w) for p, o, w in pairs if o.tokens != w]
-            refusal = engine.model.recorder.refusal  # type: ignore[attr-defined]
+            refusal = engine.model.graph_cache.refusal  # type: ignore[attr-defined]
             yield f"{name}, {how}", {"parted": len(parted), "margins": parted, "recording refused": refusal}
 
 
 def _greedily(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Generate greedily with transformers."""
     ids = torch.tensor([prompt], device=model.device)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
     return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
-def _margin(model: Any, prompt: list[int], said: list[int], wanted: list[int]) -> float:
-    """Between the two largest logits where the texts part: rounding may decide below 1e-4."""
-    n = next((i for i, (a, b) in enumerate(zip(said, wanted, strict=False)) if a != b), min(len(said), len(wanted)))
+def _margin(model: Any, prompt: list[int], made: list[int], wanted: list[int]) -> float:
+    """Return the margin between the two largest logits where the texts differ: below 1e-4 rounding may decide."""
+    n = next((i for i, (a, b) in enumerate(zip(made, wanted, strict=False)) if a != b), min(len(made), len(wanted)))
     with torch.no_grad():
         logits = model(torch.tensor([prompt + wanted[:n]], device=model.device)).logits[0, -1]
     best = logits.float().topk(2).values
@@ -57,9 +60,9 @@ def _margin(model: Any, prompt: list[int], said: list[int], wanted: list[int]) -
 
 
 def dists(scale: Scale) -> Found:
-    """p-values of the joint distribution of three tokens: below 1e-6 is a bias, and the control must be below.
+    """Compute p-values of the joint distribution of three tokens: below 1e-6 is a bias, and the control must be below.
 
-    12 000 texts over 216 cells: a total variation of 0.07 is seen.
+    12 000 texts over 216 cells: a total variation of 0.07 is detected.
     """
     texts = scale.of(12_000, 300)
     model, small = llama(scale, 1, VOCAB, 32, 2), llama(scale, 2, VOCAB, 32, 1)
@@ -82,8 +85,8 @@ def dists(scale: Scale) -> Found:
 
 
 def counts(engine: Any, prompt: list[int], texts: int) -> torch.Tensor:
-    """How often each text of three tokens came. Requests ask for more, so that no draft is shorter than the others: a
-    kernel is compiled for every length."""
+    """Count the texts of three tokens. Requests ask for more tokens, so that no draft is shorter than the others: each
+    length would need a kernel of its own."""
     requests = [
         Request(tuple(prompt), dp.SamplingParams(temperature=TEMPERATURE, seed=n), 16, seeded=True)
         for n in range(texts)
@@ -97,7 +100,7 @@ def counts(engine: Any, prompt: list[int], texts: int) -> torch.Tensor:
 
 
 def joint(model: Any, prompt: list[int], temperature: float) -> torch.Tensor:
-    """The distribution of three tokens, from plain forwards."""
+    """Compute the distribution of three tokens from plain forward passes."""
     dist, texts = torch.ones(1, dtype=torch.float64), torch.tensor([prompt])
     for _ in range(3):
         with torch.no_grad():
@@ -108,7 +111,7 @@ def joint(model: Any, prompt: list[int], temperature: float) -> torch.Tensor:
 
 
 def g_test(seen: torch.Tensor, dist: torch.Tensor) -> float:
-    """The p-value, by the Wilson-Hilferty normal approximation of the chi-square tail: nothing but torch is needed."""
+    """Return the p-value of a G-test, by the Wilson-Hilferty approximation of the chi-square tail: no scipy needed."""
     expected = dist.double().cpu() * seen.sum()
     small = expected < 5
     s = torch.cat([seen[~small].double(), seen[small].sum()[None].double()])

@@ -1,12 +1,12 @@
-"""The engine on a CPU with the bundled model: against its own plain decoding and against transformers, in one run.
+"""Measure the engine on a CPU with the bundled model, against its own plain decoding and transformers, in one run.
 
     python benchmarks/engine_cpu.py [--limit 2] [--max-tokens 80] [--out benchmarks/results/engine_cpu.json]
 
 Greedy, one prompt at a time, prompts of six kinds (src/draftproof/bench/prompts.jsonl). The contenders take turns on
-every prompt, and who begins changes; a kind's figure is the median over its prompts of the ratio to plain decoding,
-reading the prompt included, and its spread is told. All of them say the same text, and the run checks that they do.
-Also measured: what a pass over several tokens costs in passes over one, and what a round spends outside the model. Some
-nine minutes on two idle cores.
+every prompt in rotating order. A kind's figure is the median over its prompts of the ratio to plain decoding, prefill
+included, with its lowest and highest value. All contenders must generate the same text, and the run checks that. Also
+measured: the cost of a pass over several tokens, and the share of a round outside the model. About nine minutes on two
+idle cores.
 """
 
 import argparse
@@ -31,12 +31,12 @@ HERE = Path(__file__).parent
 OURS = ("plain", "ngram", "suffix")
 
 MORE = {"chat": 2, "code-editing": 2, "summarising": 4}
-"""How many times the usual number of prompts: what most is claimed of, and what differs most."""
+"""Factors on the number of prompts, for the kinds with the boldest claims and the largest spread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A contender's text, how fast it came, and in how many passes if it tells."""
+    """A contender's text, its speed, and its number of passes if known."""
 
     tokens: list[int]
     tokens_per_second: float
@@ -47,7 +47,7 @@ Contender = Callable[[list[int], int], tuple[list[int], int | None]]
 
 
 def peer(model: Any, **options: Any) -> Contender:
-    """transformers' own generate, greedy."""
+    """Return a contender that calls transformers' own generate, greedily."""
 
     def call(tokens: list[int], max_tokens: int) -> tuple[list[int], None]:
         ids = torch.tensor([tokens])
@@ -75,7 +75,7 @@ def contenders() -> tuple[dict[str, Contender], dict[str, dp.Engine]]:
 
 
 def prompts(tokenizer: Any, limit: int) -> dict[str, list[list[int]]]:
-    """The tokens of prompts of each kind, spread evenly over those there are."""
+    """Return the tokens of prompts of each kind, picked at even distances."""
     kinds: dict[str, list[list[int]]] = {}
     for kind in dict.fromkeys(p.kind for p in read()):
         found = pick(read(), [kind])
@@ -140,7 +140,7 @@ def show(kind: str, row: dict[str, Any]) -> None:
 
 
 def pass_costs(engine: dp.Engine, context: int = 128, repeats: int = 15) -> dict[int, float]:
-    """Milliseconds of a pass over n tokens behind `context` others, the widths taking turns."""
+    """Measure the milliseconds of a pass over n tokens after `context` others; the widths take turns."""
     model = engine.model
     cache = model.new_cache(1, context + 32)
     with torch.inference_mode():
@@ -156,7 +156,7 @@ def pass_costs(engine: dp.Engine, context: int = 128, repeats: int = 15) -> dict
 
 
 def overhead(engine: dp.Engine, **sampling: Any) -> float:
-    """The share of a round that is not the model: drafting, warping, verifying and keeping. The median of three."""
+    """Return the share of a round outside the model (drafting, warping, verifying, rollback), median of three."""
     text = "Repeat this list three times: red, green, blue, yellow, purple, orange, black, white."
     shares = []
     for seed in range(3):
@@ -168,7 +168,7 @@ def overhead(engine: dp.Engine, **sampling: Any) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--limit", type=int, default=2, help="prompts of each kind; of some more")
+    parser.add_argument("--limit", type=int, default=2, help="prompts of each kind; some kinds have more")
     parser.add_argument("--max-tokens", type=int, default=80)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "engine_cpu.json")
     options = parser.parse_args()

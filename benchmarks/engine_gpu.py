@@ -1,10 +1,10 @@
-"""The engine on a GPU: equality with transformers, waits, distributions, speed, memory; for a machine without our dev tools.
+"""Check and measure the engine on a GPU: greedy equality, syncs, distributions, speed, memory. Needs no dev tools.
 
     PYTHONPATH=src python3 benchmarks/engine_gpu.py --out benchmarks/results/engine_gpu.json
 
-Random weights: no model hub is needed. The parts come in the order of what matters most, each with a share of the time;
-a part that fails is written down with the end of its traceback, and the next one runs. Everything found stands in the
-file at once. `--device cpu --tiny` goes through all of it in a minute, to see that it runs.
+Weights are random, so no model hub is needed. The most important parts come first, each with a share of the time. A
+part that fails is recorded with the end of its traceback, and the next one runs. Results are written to the file as
+they come. `--device cpu --tiny` runs everything in a minute, to see that it runs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from engine_syncs import filtered, trees, waits
 
 ALPHA: Final = 1e-6
 NEAR: Final = 1e-4
-"""Logits nearer than this may change places by rounding."""
+"""Difference of logits below which rounding may swap two tokens."""
 
 PARTS: Final[dict[str, tuple[str, Callable[[Scale], Found], float]]] = {
     "greedy": ("greedy rows that part from transformers", greedy, 50),
@@ -37,12 +37,12 @@ PARTS: Final[dict[str, tuple[str, Callable[[Scale], Found], float]]] = {
     "memory": ("memory of eight rows", memory, 15),
     "filtered": ("waits in a round with filters", filtered, 60),
 }
-"""A name, what it is called in the file, the part, and its seconds at most: what is under way when they are over is
-still finished, and nothing else of the part begun."""
+"""Each part's title in the file, its function and its limit in seconds: a check under way at the limit is finished, and
+no other check of the part is started."""
 
 
 def run(part: Callable[[Scale], Found], scale: Scale, seconds: float, keep: Callable[[dict[str, Any]], None]) -> None:
-    """One part, as far as it gets."""
+    """Run one part until it ends, fails or exceeds its time."""
     start, found = time.perf_counter(), {}
     try:
         for name, value in part(scale):
@@ -61,7 +61,7 @@ def run(part: Callable[[Scale], Found], scale: Scale, seconds: float, keep: Call
 
 
 def verdict(result: dict[str, Any]) -> dict[str, Any]:
-    """What is not as it should be; all empty is well."""
+    """List what is wrong; if all lists are empty, nothing is."""
     parted, p_values, rounds, of_trees = (
         result.get(PARTS[name][0], {}) for name in ("greedy", "distributions", "waits", "trees")
     )
@@ -91,8 +91,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="so small that a CPU can do it")
-    parser.add_argument("--seconds", type=float, default=230, help="no part is begun later than this")
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can handle")
+    parser.add_argument("--seconds", type=float, default=230, help="no part is started later than this")
     options = parser.parse_args()
     start = time.perf_counter()
     result: dict[str, Any] = {

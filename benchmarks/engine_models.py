@@ -1,4 +1,4 @@
-"""The models, drafters and prompts of engine_gpu.py: random weights, made on the device, so that no hub is needed."""
+"""Make the models, drafters and prompts of engine_gpu.py, with random weights created on the device: no hub needed."""
 
 import copy
 from collections.abc import Callable
@@ -21,17 +21,21 @@ from draftproof.models.hf import HFModel
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is: the real sizes, or so small that a CPU goes through all parts in a minute."""
+    """Sizes of all parts: the real ones, or so small that a CPU runs everything in a minute."""
 
     device: str
     tiny: bool
 
     def of(self, real: int, tiny: int) -> int:
+        """Return one of two sizes."""
         return tiny if self.tiny else real
 
 
 def llama(scale: Scale, seed: int, vocab: int, hidden: int, layers: int, dtype: torch.dtype = torch.float32) -> Any:
-    """A Llama that never ends a text by itself. Small vocabularies get wide weights: distributions then depend on the text."""
+    """Make a Llama without an end-of-text token.
+
+    A small vocabulary gets large weights, so that distributions depend on the text.
+    """
     heads = max(2, hidden // 128)
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=hidden * 3, num_hidden_layers=layers,
@@ -48,12 +52,12 @@ def small_target(scale: Scale) -> Any:
 
 
 def billion(scale: Scale) -> Any:
-    """The shape of a 1B model."""
+    """Make a model with the shape of a 1B model."""
     return llama(scale, 3, scale.of(32000, 512), scale.of(2048, 32), scale.of(16, 3), torch.bfloat16)
 
 
 def first_layers(model: Any, count: int, share: float) -> Any:
-    """Make what the later layers add small, in place; and a model of the first layers, which then drafts well."""
+    """Scale down the later layers' output, in place, and return a model of the first layers, which then drafts well."""
     with torch.no_grad():
         for layer in model.model.layers[count:]:
             layer.self_attn.o_proj.weight *= share
@@ -69,13 +73,13 @@ def first_layers(model: Any, count: int, share: float) -> Any:
 
 
 def head(model: Any, size: int = 1024) -> FittedHead:
-    """A head nobody has trained: it drafts badly, and costs what a good one costs."""
+    """Make an untrained head: it drafts badly, and costs as much as a good one."""
     ids = torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(5))[:size]
     return FittedHead.on(Head(shape_for(model), seed=1), ids, model, size=size)
 
 
 def drafters(model: Any, small: Any, *, graphs: bool = True) -> dict[str, Callable[[], Any]]:
-    """By name, each made anew for every engine: what a drafter remembers is of its engine's requests."""
+    """Return factories of drafters by name: each engine needs a new one, because drafters keep state of requests."""
     V = model.config.vocab_size
     return {
         "none": lambda: None,
@@ -89,7 +93,7 @@ def drafters(model: Any, small: Any, *, graphs: bool = True) -> dict[str, Callab
 
 
 def tree_drafters(model: Any, small: Any, branches: int) -> dict[str, Callable[[], Any]]:
-    """The same for rule="tree"; a chain is a tree too."""
+    """Return factories of drafters for rule="tree" by name; a chain is a tree too."""
     V = model.config.vocab_size
     return {
         "ngram": lambda: NGram(branches=branches, fillers=1),
@@ -102,6 +106,6 @@ def tree_drafters(model: Any, small: Any, branches: int) -> dict[str, Callable[[
 
 
 def numbers(n: int, count: int, vocab: int) -> list[int]:
-    """A prompt of random tokens, the second half of which repeats the first: copying drafters find something."""
+    """Return a prompt of random tokens whose second half repeats the first, so that copying drafters find matches."""
     half = torch.randint(vocab, (-(-count // 2),), generator=torch.Generator().manual_seed(n)).tolist()
     return (half * 2)[:count]

@@ -1,9 +1,7 @@
-"""How fast the engine is on a device, beside transformers, and what a round asks of the CUDA runtime. Parts of
-engine_gpu.py.
+"""Measure speed on a device against transformers, CUDA runtime calls and memory. Parts of engine_gpu.py.
 
-The model has the shape of a 1B model; its later layers matter little, so that its first two draft well: they are the
-drafter, for us and for transformers' assisted generation alike. The head is one nobody has trained: of it only the time
-of a round tells something.
+The model has the shape of a 1B model; its later layers matter little, so its first two draft well. They are the drafter
+for us and for transformers' assisted generation alike. The head is untrained: only its time per round is meaningful.
 """
 
 import time
@@ -20,7 +18,7 @@ CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsy
 
 
 def speed(scale: Scale) -> Found:
-    """Tokens a second of one row in bfloat16, the best of two runs; the most telling first."""
+    """Measure tokens per second of one row in bfloat16, the better of two runs; the most important first."""
     model = billion(scale)
     small, count = first_layers(model, 2, 0.1), scale.of(192, 8)
     prompt = numbers(0, scale.of(128, 16), model.config.vocab_size)
@@ -51,42 +49,42 @@ def _ours(engine: Any, prompt: list[int], count: int, temperature: float, device
     }
 
 
-def _transformers(model: Any, prompt: list[int], count: int, device: str, **how: Any) -> float:
+def _transformers(model: Any, prompt: list[int], count: int, device: str, **options: Any) -> float:
     ids = torch.tensor([prompt], device=device)
-    given = {"attention_mask": torch.ones_like(ids), **how}
-    return round(timed(lambda n: model.generate(ids, max_new_tokens=n, **given), count, device), 1)
+    options = {"attention_mask": torch.ones_like(ids), **options}
+    return round(timed(lambda n: model.generate(ids, max_new_tokens=n, **options), count, device), 1)
 
 
 def _assisted(model: Any, small: Any, prompt: list[int], count: int, device: str) -> Found:
     small.generation_config.num_assistant_tokens = K
     small.generation_config.num_assistant_tokens_schedule = "constant"
     small.generation_config.assistant_confidence_threshold = 0.0
-    given = {"assistant_model": small}
-    yield "transformers assisted, greedy", _transformers(model, prompt, count, device, do_sample=False, **given)
+    assistant = {"assistant_model": small}
+    yield "transformers assisted, greedy", _transformers(model, prompt, count, device, do_sample=False, **assistant)
     warm = {"do_sample": True, "temperature": 0.8, "top_k": 0}
-    yield "transformers assisted, T = 0.8", _transformers(model, prompt, count, device, **warm, **given)
+    yield "transformers assisted, T = 0.8", _transformers(model, prompt, count, device, **warm, **assistant)
 
 
 def timed(call: Callable[[int], Any], count: int, device: str) -> float:
-    """Tokens a second, the better of two runs behind a short one that compiles."""
+    """Return tokens per second, the better of two runs after a short one that compiles."""
     call(min(count, 24))
     best = 0.0
     for _ in range(2):
-        settled(device)
+        synchronize(device)
         start = time.perf_counter()
         call(count)
-        settled(device)
+        synchronize(device)
         best = max(best, count / (time.perf_counter() - start))
     return best
 
 
-def settled(device: str) -> None:
+def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def launches(scale: Scale) -> Found:
-    """Calls of the CUDA runtime in a round, by name."""
+    """Count the calls of the CUDA runtime in a round, by name."""
     from torch.profiler import ProfilerActivity, profile
 
     rounds, activities = 8, [ProfilerActivity.CPU]
@@ -97,7 +95,7 @@ def launches(scale: Scale) -> Found:
     for name in ("none", "model", "head", "suffix"):
         engine = dp.load(model, made[name](), num_draft_tokens=K)
         stream = engine.stream(prompt, temperature=0.8, seed=1, max_tokens=400)
-        for _ in range(8):  # recorded by now
+        for _ in range(8):  # CUDA graphs are captured by now
             next(stream)
         with profile(activities=activities) as seen:
             for _ in range(rounds):
@@ -108,7 +106,7 @@ def launches(scale: Scale) -> Found:
 
 
 def memory(scale: Scale) -> Found:
-    """Of eight rows, over the weights; and what stays when they are gone."""
+    """Measure the memory of eight rows beyond the weights, at its peak and after the run."""
     if scale.device != "cuda":
         yield "skipped", "only on a GPU"
         return

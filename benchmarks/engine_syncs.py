@@ -1,7 +1,7 @@
-"""How often a round waits for the device. A part of engine_gpu.py.
+"""Count the syncs of a round. Parts of engine_gpu.py.
 
-Waits are what torch itself reports as synchronisations inside a round, with the line that caused them, and reads of
-fetched numbers that had not arrived yet.
+A sync is what torch itself reports as a synchronisation inside a round, with the line that caused it, or a read of an
+`AsyncCopy` that had not arrived yet.
 """
 
 import warnings
@@ -26,69 +26,70 @@ FILTERED = [S(top_k=20, seed=3), S(top_p=0.9, min_p=0.02, seed=4)]
 
 
 def waits(scale: Scale) -> Found:
-    """The most waits in a round, and which lines torch says waited besides the fetch; with a control that waits."""
-    made, asked = _asking(scale)
-    yield "control: a look", _look(scale.device)
+    """Count the syncs in a round and list their lines, besides the read of the copy; with a control that syncs."""
+    made, run = _runner(scale)
+    yield "control: a look", _sync(scale.device)
     for name in made:
-        yield name, asked(name, WARM)
-    yield "head, greedy", asked("head", COLD)
-    yield "model, coupled", asked("model", WARM, "coupled")
-    yield "model, token", asked("model", WARM, "token")
-    yield "model, log-probabilities", asked("model", WARM, logprobs=True)
-    yield "model, penalties", asked("model", PENALISED)
-    yield "head, penalties", asked("head", PENALISED)
+        yield name, run(name, WARM)
+    yield "head, greedy", run("head", COLD)
+    yield "model, coupled", run("model", WARM, "coupled")
+    yield "model, token", run("model", WARM, "token")
+    yield "model, log-probabilities", run("model", WARM, logprobs=True)
+    yield "model, penalties", run("model", PENALISED)
+    yield "head, penalties", run("head", PENALISED)
 
 
 def trees(scale: Scale) -> Found:
-    """The same under rule="tree": trees that are copied, drawn, and grown of the likeliest paths."""
-    made, asked = _asking(scale, branches=2)
+    """Count the syncs under rule="tree": trees that are copied, drawn, or grown from the likeliest paths."""
+    made, run = _runner(scale, branches=2)
     for name in made:
-        yield name, asked(name, WARM, "tree")
-        yield f"{name}, greedy", asked(name, COLD, "tree")
-    yield "model, log-probabilities", asked("model", WARM, "tree", logprobs=True)
-    yield "head, penalties", asked("head", PENALISED, "tree")
+        yield name, run(name, WARM, "tree")
+        yield f"{name}, greedy", run(name, COLD, "tree")
+    yield "model, log-probabilities", run("model", WARM, "tree", logprobs=True)
+    yield "head, penalties", run("head", PENALISED, "tree")
 
 
 def filtered(scale: Scale) -> Found:
-    """The same with top-k, top-p and min-p, whose kernels take longest to compile."""
-    _, asked = _asking(scale)
-    yield "ngram", asked("ngram", FILTERED)
-    yield "model", asked("model", FILTERED)
-    yield "head", asked("head", FILTERED)
+    """Count the syncs with top-k, top-p and min-p, whose kernels take longest to compile."""
+    _, run = _runner(scale)
+    yield "ngram", run("ngram", FILTERED)
+    yield "model", run("model", FILTERED)
+    yield "head", run("head", FILTERED)
 
 
-def _asking(scale: Scale, branches: int = 1) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+def _runner(scale: Scale, branches: int = 1) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+    """Return the drafters by name, and a function that generates with one of them and counts the syncs."""
     model = small_target(scale)
     small = first_layers(model, 2, 0.3)
     made = drafters(model, small) if branches == 1 else tree_drafters(model, small, branches)
     prompts = [numbers(9, 40, model.config.vocab_size)] * 2
 
-    def asked(name: str, samplings: list[dp.SamplingParams], rule: str = "block", **more: Any) -> dict[str, Any]:
+    def run(name: str, samplings: list[dp.SamplingParams], rule: str = "block", **more: Any) -> dict[str, Any]:
         engine = dp.load(model, made[name](), rule=rule, num_draft_tokens=K)
-        engine.generate(prompts, samplings, max_tokens=20, **more)  # kernels are compiled: this waits
+        engine.generate(prompts, samplings, max_tokens=20, **more)  # compiles kernels, which syncs
         return watched(lambda: engine.generate(prompts, samplings, max_tokens=20, **more), scale.device)
 
-    return made, asked
+    return made, run
 
 
 def watched(call: Callable[[], Any], device: str) -> dict[str, Any]:
-    """Run it and watch its rounds."""
+    """Run a call and count the syncs of its rounds."""
     advance, read = batches.advance, AsyncCopy.read
     rounds: list[tuple[int, list[str]]] = []
     late: list[bool] = []
 
-    def fetched(fetch: Any) -> Any:
-        late.append(fetch._arrived is not None and not fetch._arrived.query())
-        return read(fetch)
+    def read_and_count(copy: Any) -> Any:
+        late.append(copy._arrived is not None and not copy._arrived.query())
+        return read(copy)
 
-    def counted(*args: Any) -> Any:
+    def advance_and_count(*args: Any) -> Any:
         late.clear()
-        with told(device) as lines:
+        with reported_syncs(device) as lines:
             rows = advance(*args)
         rounds.append((sum(late), lines))
         return rows
 
-    batches.advance, AsyncCopy.read = counted, fetched  # type: ignore[assignment, method-assign]
+    batches.advance, AsyncCopy.read = advance_and_count, read_and_count  # type: ignore[assignment, method-assign]
     try:
         call()
     finally:
@@ -102,8 +103,8 @@ def watched(call: Callable[[], Any], device: str) -> dict[str, Any]:
 
 
 @contextmanager
-def told(device: str) -> Iterator[list[str]]:
-    """torch's word on waits meanwhile, as lines of source."""
+def reported_syncs(device: str) -> Iterator[list[str]]:
+    """Collect the lines of source at which torch reports a sync inside the context."""
     lines: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -117,8 +118,8 @@ def told(device: str) -> Iterator[list[str]]:
     lines += [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "called a synchroniz" in str(w.message)]
 
 
-def _look(device: str) -> list[str]:
-    """What torch says of a look that must be seen."""
-    with told(device) as lines:
+def _sync(device: str) -> list[str]:
+    """Sync once, and return what torch reports: the control."""
+    with reported_syncs(device) as lines:
         bool(torch.ones(1, device=device).any())
     return lines

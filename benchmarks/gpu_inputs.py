@@ -51,12 +51,13 @@ def inputs(
     device: str = "cuda",
     seed: int = 0,
     flat: bool = False,
+    noise: float = DRAFT_NOISE,
 ) -> Inputs:
-    """Make a batch of requests."""
+    """Make a batch of requests. `noise`: standard deviation of the draft's logits around the target's."""
     generator = torch.Generator(device).manual_seed(seed)
     target = rows(B * (K + 1), V, generator, flat=flat).view(B, K + 1, V)
     difference = torch.randn(B, K, V, generator=generator, device=device)
-    draft = (target[:, :K] + DRAFT_NOISE * difference).to(dtype)
+    draft = (target[:, :K] + noise * difference).to(dtype)
     numbers = torch.randint(2**40, (2, B), generator=generator, device=device)
     lengths = torch.full((B,), K, device=device)
     tokens = drawn(draft, draft_sampling, seed)

@@ -98,8 +98,8 @@ def replay(
         width = len(drafted) + 1
         cost += pass_cost(width) + ROUND + (DRAFT if wanted else 0.0)
         seconds = PASS_SECONDS * (pass_cost(width) + ROUND) * clock.lognormvariate(0, busy)
-        policy.timed({"score": seconds, "draft": PASS_SECONDS * DRAFT}, width, len(drafted))
-        policy.observe(session, len(drafted), accepted)
+        policy.record_time({"score": seconds, "draft": PASS_SECONDS * DRAFT}, width, len(drafted))
+        policy.record_draft(session, len(drafted), accepted)
         session.tokens += rest[: accepted + 1]
     return len(output) * (1 + ROUND) / cost
 

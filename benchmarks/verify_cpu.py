@@ -1,10 +1,11 @@
-"""Bare verification on a CPU against transformers' own path, side by side in one run: time and peak extra memory.
+"""Measure verification on a CPU against transformers' own path, in one run: time and peak extra memory.
 
     python benchmarks/verify_cpu.py [--out benchmarks/results/verify_cpu.json] [--repeats 30]
 
 Both start from the same raw logits and drafts: processors (temperature, or temperature + top-k 50 + top-p 0.9) on both
-sides, then the acceptance test and the closing token. transformers' `_speculative_sampling` takes one row, so it is
-looped over a batch. The contenders take turns; medians are reported. Ratios are what counts: the machine is noisy.
+sides, then the acceptance test and the residual or bonus token. transformers' `_speculative_sampling` takes one row, so
+it is looped over a batch. The contenders take turns; medians are reported. Compare ratios: absolute times vary from run
+to run.
 """
 
 import argparse
@@ -36,7 +37,7 @@ SETTINGS = {
 
 
 def rows(B: int, V: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Logits with a Zipf-like head over a Gaussian bulk; the drafter is the target with noise."""
+    """Return logits with a Zipf-like head over a Gaussian bulk; the drafter's are the target's with Gaussian noise."""
     g = torch.Generator().manual_seed(seed)
     target = torch.randn((B, K + 1, V), generator=g)
     head = 9 - 1.1 * torch.arange(1, 401).float().log()
@@ -46,7 +47,7 @@ def rows(B: int, V: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def peer(target: Tensor, tokens: Tensor, draft: Tensor, processors: LogitsProcessorList) -> None:
-    """transformers' path of assisted generation: processors position by position, then its sampling, row by row."""
+    """Run transformers' path of assisted generation: processors position by position, then its sampling, row by row."""
     prefix = torch.zeros((1, 8), dtype=torch.long)
     for b in range(len(target)):
         p, q = target[b : b + 1].clone(), draft[b : b + 1].clone()
@@ -58,7 +59,7 @@ def peer(target: Tensor, tokens: Tensor, draft: Tensor, processors: LogitsProces
 
 
 def peak_memory(call: Callable[[Tensor], object], draft: Tensor) -> int:
-    """The most bytes that the call held at a time, from torch's own allocation records."""
+    """Return the peak bytes that the call held, from torch's own allocation records."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         call(draft)
     held = most = 0
@@ -101,7 +102,7 @@ def measure(B: int, V: int, setting: str, repeats: int) -> dict[str, dict[str, f
 
 
 def draw_cost(V: int, repeats: int) -> float:
-    """Milliseconds a row for the draw alone, from dense weights."""
+    """Measure the milliseconds per row of the draw alone, from dense weights."""
     weights = torch.rand(1, V)
     u = torch.full((1,), 0.7, dtype=torch.float64)
     times = []

@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/verify_gpu.py --out benchmarks/results/verify_gpu.json
     PYTHONPATH=src python benchmarks/verify_gpu.py --plot docs/verify_gpu.png      # from that file; needs no GPU
+    PYTHONPATH=src python benchmarks/verify_gpu.py --fits --out benchmarks/results/verify_gpu_fits.json
     PYTHONPATH=src python benchmarks/verify_gpu.py --markdown                      # the same as a table, with stages
 
 A CUDA graph holds one call for each of several input sets, together several times the L2 cache, so that every call
@@ -32,6 +33,7 @@ from draftproof.kernels.parameters import Parameters
 from draftproof.kernels.workspace import Workspace
 from gpu_cases import BARS, BATCHES, CASES, COLD, MIXED, PEERS, SETTINGS, WARM, Case, K, V
 from gpu_compile import PROCESSES, compile_part, side_by_side
+from gpu_fits import fits, measure_fits, plans_of_fits, summary
 from gpu_inputs import Inputs, drawn, inputs
 from gpu_report import plot, stages, table
 
@@ -216,6 +218,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="settings")
     parser.add_argument("--barred", action="store_true", help="only what has a bar")
     parser.add_argument("--no-stages", action="store_true")
+    parser.add_argument("--fits", choices=("quick", "all"), nargs="?", const="all", help="by the fit of the draft")
     parser.add_argument("--compile", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.plot:
@@ -223,12 +226,13 @@ def main() -> None:
     if options.markdown:
         return print(stages(json.loads(options.out.read_text())["lines"]))
     if options.compile:
-        return compile_part(plans_of(CASES), *options.compile)
-    side_by_side(__file__, PROCESSES)
+        plans = plans_of_fits(fits(options.fits == "quick")) if options.fits else plans_of(CASES)
+        return compile_part(plans, *options.compile)
+    side_by_side(__file__, PROCESSES, *(["--fits", options.fits] if options.fits else []))
     cases = CASES[: len(BARS)] if options.barred else CASES
     cases = [case for case in cases if not options.only or case.setting in options.only]
     made: dict[str, Any] = {
-        "command": "python benchmarks/verify_gpu.py",
+        "command": "python benchmarks/verify_gpu.py" + (" --fits" if options.fits else ""),
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
         "K": K,
@@ -238,6 +242,12 @@ def main() -> None:
         "lines": [],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.fits:
+        made["unit"] = "microseconds a call: median and worst over batches, each the median of its replays"
+        for line in measure_fits(fits(options.fits == "quick"), median_of_replays):
+            made["lines"].append(line)
+            options.out.write_text(json.dumps(made, indent=1) + "\n")
+        return print(summary(made["lines"]))
     for line in bench(cases, options.batches, stages=not options.no_stages):
         made["lines"].append(line)
         options.out.write_text(json.dumps(made, indent=1) + "\n")

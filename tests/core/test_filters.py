@@ -1,3 +1,5 @@
+"""`largest` and `argmax` agree with sorting, for ties, infinities and NaN too."""
+
 import math
 
 import pytest
@@ -11,7 +13,7 @@ SPECIAL = [0.0, 1.0, -1.0, 2.5, -math.inf, math.inf, math.nan]
 
 
 def rows(R: int, seed: int, kinds: int | None = None) -> torch.Tensor:
-    """Three rows of random numbers, or of few different ones."""
+    """Return three rows of random numbers, or of a few special values with many ties."""
     rng = torch.Generator().manual_seed(seed)
     if kinds is None:
         return torch.randn(3, R, generator=rng)
@@ -26,8 +28,8 @@ def test_the_largest_are_those_that_sorting_finds(R, k, seed, kinds):
 
 
 @pytest.mark.parametrize("R", [FOLDS * FOLD_BELOW * 9, FOLDS * FOLD_BELOW * 9 + 5])
-def test_folding_finds_what_lies_in_one_column_and_what_lies_behind_all(R):
-    """Most of the largest in a single column, and one in the last number of the row; 9 is where folding is used."""
+def test_folding_finds_the_largest_in_one_column_and_after_the_last_column(R):
+    """Eight of the nine largest are in one column, the other is the last of the row; k = 9 is folded at this size."""
     logits = rows(R, 0)
     logits[:, : R // FOLDS * FOLDS : R // FOLDS][:, :8] = 50 + torch.arange(8.0)
     logits[:, -1] = 99
@@ -42,7 +44,7 @@ def test_nan_is_the_largest_of_all():
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(0, 99), st.sampled_from([None, 1, 3, 6, 7]))
-def test_the_first_of_the_largest_is_named(R, seed, kinds):
+def test_argmax_returns_the_first_maximum(R, seed, kinds):
     logits = rows(R, seed, kinds)
     assert argmax(logits).tolist() == logits.argmax(-1).tolist()
     assert argmax(logits).dtype == torch.long

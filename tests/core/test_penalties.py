@@ -1,4 +1,4 @@
-"""A draft's penalties on a device are those of the host."""
+"""Sync-free bias and penalties are bitwise equal to the reference, with and without a draft."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def on_device(history):
 
 @pytest.mark.parametrize("ids", [None, (7, 3, 0, 11, 5, 2)])
 @pytest.mark.parametrize("J", [1, 3])
-def test_distributions_elsewhere_are_those_of_the_host(monkeypatch, ids, J):
+def test_distributions_without_sync_equal_the_reference(monkeypatch, ids, J):
     vocab = None if ids is None else DraftVocab.of(torch.tensor(ids), V)
     logits = torch.randn((B, J, V if ids is None else len(ids)), generator=torch.Generator().manual_seed(0)) * 3
     wanted = warp(logits, SAMPLINGS, HISTORIES, vocab=vocab)
@@ -36,7 +36,7 @@ def test_distributions_elsewhere_are_those_of_the_host(monkeypatch, ids, J):
 
 
 def drafts():
-    """A chain, and a tree; rows of different lengths, padded with what must not be counted."""
+    """Return a chain and a tree with rows of different lengths, whose padding must not be counted."""
     tokens = torch.tensor([[3, 3, 1, 7], [5, 2, 5, 5], [9, 0, 4, 4], [2, 2, 2, 2]])
     lengths = torch.tensor([4, 3, 1, 2])
     tokens = tokens.masked_fill(torch.arange(4) >= lengths[:, None], PAD)
@@ -46,7 +46,7 @@ def drafts():
 
 @pytest.mark.parametrize("draft", drafts(), ids=["chain", "tree"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_targets_distribution_elsewhere_counts_the_draft_as_on_the_host(monkeypatch, draft, masked):
+def test_a_targets_distribution_without_sync_counts_the_draft(monkeypatch, draft, masked):
     numbers = torch.Generator().manual_seed(1)
     logits = torch.randn((B, 5, V), generator=numbers) * 3
     allowed = torch.rand((B, 5, V), generator=numbers) < 0.7 if masked else None
@@ -59,14 +59,14 @@ def test_a_targets_distribution_elsewhere_counts_the_draft_as_on_the_host(monkey
     assert torch.equal(made.probs(), wanted.probs())
 
 
-def test_a_bias_needs_no_history_elsewhere(monkeypatch):
+def test_a_bias_without_sync_needs_no_history(monkeypatch):
     logits, biased = torch.zeros((1, 1, V)), [SamplingParams(logit_bias={2: 1.5})]
     monkeypatch.setattr(core_device, "HOST", "none")
     assert warp_without_sync(logits, biased, None).logits[0, 0].tolist() == [0.0, 0.0, 1.5] + [0.0] * 9
 
 
-def test_without_the_penalties_it_would_be_another_distribution():
-    """What the test above would not see must show here."""
+def test_the_penalties_change_every_row_that_has_them():
+    """The control: without it the equality tests would also pass if nothing were applied."""
     logits = torch.randn((B, 1, V), generator=torch.Generator().manual_seed(0)) * 3
     changed = (edited_without_sync(logits, SAMPLINGS, HISTORIES, None) != logits).flatten(1).any(1)
     assert changed.tolist() == [True, True, True, False]
@@ -74,7 +74,7 @@ def test_without_the_penalties_it_would_be_another_distribution():
     assert not any(s.penalises or s.logit_bias for s in unedited(SAMPLINGS))
 
 
-def test_the_logits_that_were_given_stay_as_they_are():
+def test_the_given_logits_are_not_modified():
     logits = torch.ones((B, 1, V))
     edited_without_sync(logits, SAMPLINGS, HISTORIES, None)
     assert torch.equal(logits, torch.ones((B, 1, V)))

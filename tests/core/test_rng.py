@@ -1,11 +1,13 @@
+"""Random numbers match the published Philox vectors, and no two addresses share one."""
+
 import numpy as np
 import pytest
 import torch
 
 from draftproof.core.rng import Philox, Purpose, philox, philox_numpy
 
-# Random123's kat_vectors for philox4x32-10: counter, key, result.
 F = 0xFFFFFFFF
+# Random123's kat_vectors for philox4x32-10: counter, key, result.
 VECTORS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((F, F, F, F), (F, F), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -41,7 +43,7 @@ def test_torch_and_numpy_give_the_same_numbers():
     assert torch.equal(here[1], second)
 
 
-def test_the_numbers_of_several_j_are_those_of_each():
+def test_several_j_in_one_call_equal_one_call_each():
     rng, each = some_rng(), torch.tensor([4, 0, 9])
     together = rng.pairs(Purpose.DRAFT, torch.zeros(3, dtype=torch.long), each)
     for n, j in enumerate(each.tolist()):

@@ -1,4 +1,4 @@
-"""`warp` gives the distributions that plain decoding with transformers' own processors would draw from."""
+"""`warp` returns the distributions that plain decoding with transformers' own processors draws from."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ V = 3000
 
 
 def reference(logits, s, prompt, output):
-    """One position by transformers' processors (and OpenAI's formula for what they lack), float32."""
+    """Return one position's probabilities by transformers' processors, and by OpenAI's formula for what they lack."""
     from transformers import (
         LogitsProcessorList,
         MinPLogitsWarper,
@@ -48,7 +48,7 @@ def reference(logits, s, prompt, output):
 
 
 def borderline(p, q, top_p):
-    """Tokens on which the two may disagree: the mass before them is within 1e-5 of top_p."""
+    """Tell whether rounding may move a token across the edge: the mass before it is within 1e-5 of top_p."""
     before = p.sort(descending=True).values.double().cumsum(0)
     return ((before - top_p).abs() < 1e-5).any()
 
@@ -147,7 +147,7 @@ def test_logits_are_held_by_reference_where_nothing_edits_them():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_row_that_is_no_distribution_has_a_nan_normaliser(bad):
+def test_a_row_that_is_not_a_distribution_has_a_nan_normaliser(bad):
     logits = torch.randn(3, 1, 700)
     logits[1, 0, 650] = bad
     for s in (
@@ -170,7 +170,7 @@ def test_at_a_tree_node_only_its_ancestors_count_as_seen():
     assert lowered == [set(), {3}, {4}, {4, 5}]
 
 
-def test_a_reduced_vocabulary_is_zero_elsewhere_and_draws_target_ids():
+def test_a_draft_vocabulary_has_target_ids_and_is_zero_outside():
     ids = torch.tensor([7, 2, 9])
     dist = warp(torch.tensor([[[0.0, 1.0, 2.0]]]), [SamplingParams()], vocab=DraftVocab.of(ids, 12))
     dense = torch.zeros(12).index_copy(0, ids, torch.tensor([0.0, 1.0, 2.0]).softmax(0))
@@ -222,9 +222,27 @@ def test_small_temperatures_keep_their_precision():
     ],
 )
 def test_a_wrong_value_names_the_field_the_value_and_the_range(field, value, words):
-    # a wrong type is caught by the annotations, which the tests execute, before our own check can say the same
+    # The tests execute annotations, so a wrong type raises TypeError before our own check is reached.
     with pytest.raises((ValueError, TypeError), match=words):
         SamplingParams(**{field: value})
+
+
+GPU_SAMPLINGS = {
+    "penalties": SamplingParams(temperature=0.8, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1),
+    "bias": SamplingParams(temperature=0.8, logit_bias={1: 2.0, 7: -1.0}),
+    "filters": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01),
+    "nucleus": SamplingParams(temperature=1.2, top_p=0.95),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", GPU_SAMPLINGS)
+def test_distributions_on_a_gpu_equal_those_on_the_cpu(name):
+    logits = 3 * torch.randn(2, 3, 500, generator=torch.Generator().manual_seed(0))
+    samplings, seen = [GPU_SAMPLINGS[name]] * 2, [History([1, 2, 2], [7, 7, 9]), History([], [3])]
+    on_cpu, on_gpu = (warp(part, samplings, seen).probs().cpu() for part in (logits, logits.cuda()))
+    assert (on_cpu - on_gpu).abs().max() < 1e-6
 
 
 def test_penalties_without_history_are_refused():

@@ -324,6 +324,9 @@ def test_on_a_gpu_the_drafts_are_those_of_the_cpu(branches):
     draft = HeadDrafter(on_gpu, branches=branches).propose(
         contexts, [4, 5, 3], Philox(rng.seeds.cuda(), rng.starts.cuda())
     )
-    assert draft.tokens.tolist() == expected.tokens.tolist()
+    # a tree on a GPU is padded to its largest width: asking how wide it became would be a sync
+    K = expected.tokens.shape[1]
+    assert draft.tokens[:, :K].tolist() == expected.tokens.tolist()
+    assert bool((draft.tokens[:, K:] == PAD).all())
     if branches == 1:
         torch.testing.assert_close(draft.q.probs().cpu(), expected.q.probs(), atol=1e-4, rtol=1e-3)

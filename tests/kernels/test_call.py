@@ -48,6 +48,13 @@ def test_a_small_workspace_is_refused(given):
         kernel(filtered, "token", workspace=Workspace.empty(2, 3, 600, "cpu", filtered=False))
 
 
+def test_a_workspace_that_lacks_tiles_is_refused():
+    """3 x 4096 tokens have as many chunks as 2 x 6144, and fewer tiles: the scan would write past the end."""
+    with pytest.raises(ValueError, match=r"tile_stats holds 6 of 8 numbers"):
+        Workspace.empty(3, 0, 4096, "cpu", filtered=False).check(2, 0, 6144, filtered=False)
+    Workspace.empty(2, 0, 6144, "cpu", filtered=False).check(2, 0, 6144, filtered=False)
+
+
 def test_columns_have_names():
     rows = Parameters.empty(2, "cpu")
     rows["positions"].add_(7)

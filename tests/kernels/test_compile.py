@@ -24,8 +24,8 @@ def printed(tmp_path: Path, program: str, *arguments: str) -> list[str]:
 )
 def test_kernels_compile(capability, V, tmp_path):
     blocks = ["block_walk", "block_sums", "block_close"]
-    settled = ["scan", "settle", "settle_deep", "token"]
-    want = ["scan", "token", *blocks, "scan", "coupled", *settled]
+    settled = ["scan", "settle", "settle_deep", "token", "token_residual"]
+    want = ["scan", "token", "token_residual", *blocks, "scan", "coupled", *settled]
     assert printed(tmp_path, "compile_all.py", str(capability), str(V)) == want
 
 

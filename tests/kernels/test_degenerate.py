@@ -61,7 +61,7 @@ def test_drafter_equal_to_the_target_keeps_everything(rule, device):
 
 
 def test_a_residual_no_trial_finds_is_summed_in_full(device):
-    """p and q differ in one token by a thousandth: all 64 trials fail nearly always."""
+    """p and q differ in one token by a thousandth: all trials fail nearly always."""
     given = make([S()] * 4, V=600, K=1, device=device, ragged=False)
     target = torch.zeros_like(given.target)
     draft = target[:, :1].clone()

@@ -1,13 +1,16 @@
 """Test every kernel against its reference with the same random numbers, over small shapes and all settings."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 
 import draftproof as dp
+from draftproof.core.draw import TRIALS
 from kernels.side_by_side import assert_equal, kernel, make, reference
 
+token_rule = import_module("draftproof.rules.token")  # the package also has a function of that name
 S = dp.SamplingParams
 RULES = ("token", "block", "coupled")
 BATCHES = {
@@ -93,3 +96,37 @@ def test_near_and_far_drafters(rule, seed, device):
     """Small differences between p and q make trials fail and chances small; large ones make trials succeed at once."""
     given = make([S()] * 8, V=40, K=4, device=device, seed=seed, spread=0.3 + seed)
     assert_equal(given, rule)
+
+
+@pytest.mark.parametrize("kind", ["drawn", "chosen", "filtered", "smaller vocabulary", "lse given"])
+def test_a_request_that_runs_out_of_trials_gives_the_reference_verdict(kind, device, monkeypatch):
+    """A draft that fits well is rejected rarely, and its residual is then too small for the trials: it is summed."""
+    B, V, K = 48, 1100, 2
+    sampling = S(temperature=0.9, min_p=1e-6) if kind == "filtered" else S(temperature=0.9)
+    given = make([sampling] * B, V=V, K=K, device=device, ragged=False, seed=3)
+    numbers = torch.Generator().manual_seed(7)
+    near = given.target[:, :K].cpu() + 0.01 * torch.randn(B, K, V, generator=numbers)
+    impossible = given.target[:, :K].argmin(-1)  # rejected for certain: p of the token is almost 0
+    if kind == "chosen":
+        # nearly all of p on the draft token: a coin rejects it rarely, so the coin's row is made to
+        given = replace(given, draft=None, tokens=impossible)
+        target = given.target.clone()
+        target[:, :K].scatter_(2, (impossible[..., None] + 1) % V, 40.0)
+        given = replace(given, target=target)
+    else:
+        near.scatter_(2, impossible[..., None].cpu(), near.gather(2, impossible[..., None].cpu()) + 9.0)
+        given = replace(given, draft=near.to(device), tokens=impossible)
+    if kind == "smaller vocabulary":
+        ids = torch.arange(V, device=device).flip(0)
+        given = replace(given, draft=given.draft.flip(-1).contiguous(), vocab=dp.DraftVocab.of(ids, V))
+    if kind == "lse given":
+        dist = dp.warp(given.draft, given.drafts)
+        given = replace(given, extra={"draft_lse": dist.lse})
+    exhausted = []
+    right = token_rule.close
+    monkeypatch.setattr(
+        token_rule, "close", lambda w, rng, lane=0: exhausted.extend([lane] * len(w)) or right(w, rng, lane)
+    )
+    assert_equal(given, "token")
+    if kind != "chosen":
+        assert exhausted.count(TRIALS) > 5

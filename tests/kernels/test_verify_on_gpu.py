@@ -147,7 +147,7 @@ def test_distributions_that_differ_inside_a_row_are_for_the_reference(calls, dev
 
 def test_a_draft_of_shared_random_numbers_is_refused(calls, device):
     given = make([S()], V=40, K=1, device=device)
-    with pytest.raises(dp.InexactError, match="drawn with the target's own noise"):
+    with pytest.raises(dp.InexactError, match="drawn with the target's own random numbers"):
         both_verdicts(given, replace(settled(given), shared_rng=True), "block")
 
 

@@ -1,1 +1,1 @@
-"""Probability: distributions, sampling, noise. Knows torch, and nothing of models."""
+"""Probability: distributions, sampling parameters, random numbers and draws. Knows nothing about models."""

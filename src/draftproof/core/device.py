@@ -1,8 +1,7 @@
-"""Between host and device: numbers are sent without waiting, and fetched in one wait.
+"""Copy small data between CPU and GPU: to the GPU without a sync, from the GPU with one.
 
-Whoever looks at a tensor on a GPU (`bool(x.any())`, `x.tolist()`, `x[mask]`) waits for all that was asked of it before.
-Numbers that lie on the host are looked at as numpy arrays, which a tensor elsewhere refuses to be: such a look never
-waits.
+Reading a GPU tensor (`bool(x.any())`, `x.tolist()`, `x[mask]`) waits for all work queued before it. Code that must not
+sync reads values through numpy, which refuses GPU tensors: such a read cannot become a hidden sync.
 """
 
 from collections.abc import Sequence
@@ -14,26 +13,29 @@ import torch
 from torch import Tensor
 
 HOST: Final = "cpu"
-"""The device type whose values can be read without a synchronisation. Tests replace it to run the GPU paths on a CPU."""
+"""Device type whose values can be read without a sync. Tests replace it to run the GPU paths on a CPU."""
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Tell whether reading a tensor there costs no synchronisation."""
+    """Tell whether reading a tensor on this device costs no sync."""
     return device.type == HOST
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Let it be the current device meanwhile: kernels of our own are launched on that, wherever their tensors lie."""
+    """Make this the current CUDA device inside the context: our kernels launch there, not where their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """These numbers on the device. Small copies are taken down at once, so that nobody waits and nothing is lost."""
+    """Copy these numbers to the device without a sync.
+
+    The driver stages small copies immediately: no blocking, and the source may be freed.
+    """
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 class AsyncCopy:
-    """A tensor on its way to the host. Reading it waits for what was asked of the device before it, and no longer."""
+    """A copy of a tensor to the CPU, started at construction. `read` syncs with this copy only, not with later work."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._numbers = tensor
@@ -45,6 +47,7 @@ class AsyncCopy:
             self._arrived.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> npt.NDArray[Any]:
+        """Wait for the copy and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._numbers.numpy()

@@ -1,8 +1,9 @@
-"""Drawing a token: one scheme, fast on a CPU and on a GPU, so that the same noise gives the same token on both.
+"""Draw tokens from weights: by inverse CDF, from a residual by thinning, and by the race of `coupled`.
 
-An inverse CDF in two steps over fixed chunks: the first number picks a chunk by the chunks' sums, the second a token
-in it. Two numbers of 53 bits reach any tail; one of 24 would leave most of a large vocabulary out of reach. A kernel
-that has the chunk sums from its pass over the logits needs to read one chunk more, not the row.
+The same random numbers give the same token on a CPU and on a GPU. All three work in two steps over fixed chunks of the
+vocabulary: the first picks a chunk by the chunks' sums, the second a token in it. Two numbers of 53 bits reach any
+tail; one of 24 bits would leave most of a large vocabulary out of reach. A kernel that has the chunk sums from its pass
+over the logits needs to read one more chunk, not the row.
 """
 
 from collections.abc import Callable
@@ -21,16 +22,23 @@ from draftproof.core.rng import Philox, Purpose
 from draftproof.core.types import PAD
 
 CHUNK = 512
-"""Tokens in a chunk. Part of the contract: another size would give other tokens for the same noise."""
+"""Tokens in a chunk. Part of the contract: another size would give other tokens for the same random numbers."""
 
 ROW_BY_ROW = 64
-"""Rows on the host up to which each is looked into by itself."""
+"""Rows up to which a draw on the CPU handles each row by itself with numpy; above that batched torch is faster."""
+
+TRIALS: Final = 16
+"""Trials before the residual is summed in full, on every device. Part of the contract, like the lane after them:
+another number gives other tokens for the same seed. More trials cost a GPU more than a sum that many programs share."""
+
+TRIAL_BOUNDS: Final = (0, 4, TRIALS)
+"""Trials are made in batches, from one of these bounds to the next. The result does not depend on them."""
 
 Row = npt.NDArray[Any]
 
 
 def draw(weights: Float[Tensor, "B V"], first: Float[Tensor, " B"], second: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """One token a row, with probability proportional to its weight; never one of weight 0."""
+    """Draw one token for each row, with probability proportional to its weight; never one of weight 0."""
     if is_cpu(weights.device) and len(weights) <= ROW_BY_ROW and weights.dtype in (torch.float32, torch.float64):
         numbers = first.tolist(), second.tolist()
         rows = zip(weights.numpy(), chunk_sums(weights).numpy(), *numbers, strict=True)
@@ -39,58 +47,8 @@ def draw(weights: Float[Tensor, "B V"], first: Float[Tensor, " B"], second: Floa
     return chunk[:, 0] * CHUNK + invert(chunk_weights(weights, chunk)[:, 0], second[:, None])[:, 0]
 
 
-def pick(weights: Row, sums: Row, first: float, second: float) -> int:
-    """One row's token; `sums` are those of its chunks. numpy's small operations cost a quarter of torch's."""
-    chunk = _first_beyond(sums, first)
-    return chunk * CHUNK + _first_beyond(weights[chunk * CHUNK : (chunk + 1) * CHUNK], second)
-
-
-def _first_beyond(weights: Row, uniform: float) -> int:
-    """Twin: `invert`."""
-    running = weights.cumsum(dtype=np.float64)
-    total = running[-1]
-    return min(int(running.searchsorted(uniform * total, side="right")), int(np.count_nonzero(running < total)))
-
-
-def chunk_sums(weights: Float[Tensor, "*B V"]) -> Float[Tensor, "*B C"]:
-    """The sum of each chunk; the last may be short."""
-    whole = weights.shape[-1] // CHUNK * CHUNK
-    sums: Tensor = weights[..., :whole].unflatten(-1, (-1, CHUNK)).sum(-1)
-    if whole == weights.shape[-1]:
-        return sums
-    return torch.cat([sums, weights[..., whole:].sum(-1, keepdim=True)], -1)
-
-
-def chunk_weights(weights: Float[Tensor, "B V"], chunks: Int[Tensor, "B N"]) -> Float[Tensor, "B N W"]:
-    """The weights inside these chunks of each row, 0 behind the end of the vocabulary."""
-    V = weights.shape[-1]
-    tokens = chunks[..., None] * CHUNK + torch.arange(min(CHUNK, V), device=weights.device)
-    inside = weights.gather(-1, tokens.clamp_max(V - 1).flatten(1)).view(tokens.shape)
-    return inside if V % CHUNK == 0 else inside.masked_fill(tokens >= V, 0.0)
-
-
-def invert(weights: Float[Tensor, "*B C"], uniform: Float[Tensor, "*B N"]) -> Int[Tensor, "*B N"]:
-    """The inverse CDF: the first index whose running sum exceeds uniform · total.
-
-    In float64 and scaled by the computed total. An index of weight 0 adds nothing to the running sum and is passed
-    over; rounding may carry uniform · total up to the total itself, which means the last index of any weight.
-    """
-    running = weights.double().cumsum(-1)
-    total = running[..., -1:]
-    last = (running < total).sum(-1, keepdim=True)
-    found = torch.searchsorted(running, uniform * total, right=True)
-    return found.minimum(last)
-
-
-TRIALS: Final = 64
-"""Trials of thinning before the residual is summed in full. Part of the contract: so is the lane behind them."""
-
-AT_ONCE: Final = (0, 4, 16, 32, TRIALS)
-"""Trials are made side by side, from one of these borders to the next. Which one stands does not depend on it."""
-
-
 def close(weights: Float[Tensor, "N V"], rng: Philox, lane: int = 0) -> Int[Tensor, " N"]:
-    """A draw in proportion to `weights` with the round's closing noise."""
+    """Draw the round's last token, residual or bonus, in proportion to `weights`."""
     first, second = rng.pair(Purpose.CLOSE, torch.full((1,), lane, device=weights.device))
     return draw(weights, first[:, 0], second[:, 0])
 
@@ -101,46 +59,52 @@ def thin(
     q_of: Callable[[Int[Tensor, " M"], Int[Tensor, "M L"]], Float[Tensor, "M L"]],
     rng: Philox,
 ) -> Int[Tensor, " N"]:
-    """A draw from norm(max(0, p − q)) that never looks at most of q; PAD where all trials failed.
+    """Draw from norm(max(0, p − q)) by rejection sampling, which reads q at a few tokens; PAD if all trials failed.
 
-    Draw x from p and let it stand with probability max(0, 1 − q(x)/p(x)); the first that stands has that distribution. A trial
-    stands with probability TV(p, q), so trials fail together only where p and q nearly agree. The distribution is p · gain
-    (`Distribution.weights_at`); `q_of(rows, tokens)` gives q of several tokens in some of the rows.
+    Draw x from p and accept it with probability max(0, 1 − q(x)/p(x)): the first accepted x has the residual's
+    distribution. A trial succeeds with probability TV(p, q), so all fail only if p and q nearly agree. The distribution
+    is p · gain (`Distribution.weights_at`); `q_of(rows, tokens)` returns q of several tokens in some of the rows.
     """
     found = torch.full((len(p),), PAD, dtype=torch.long, device=p.device)
     rows = torch.arange(len(p), device=p.device)
     sums = chunk_sums(p)
-    for start, stop in pairwise(AT_ONCE):
-        first, second, coin = _numbers(rng, start, stop)
+    for start, stop in pairwise(TRIAL_BOUNDS):
+        first, second, coin = _trial_numbers(rng, start, stop)
         chunk = invert(sums, first)
         inside = chunk_weights(p, chunk)
         offset = invert(inside, second[..., None])
         x, p_x = chunk * CHUNK + offset[..., 0], inside.gather(-1, offset)[..., 0] * gain[:, None]
-        stands = coin * p_x < p_x - q_of(rows, x)
-        standing = stands.any(-1)
-        found[rows] = torch.where(standing, x.gather(-1, stands.int().argmax(-1, keepdim=True))[:, 0], PAD)
-        if bool(standing.all()):
+        accepted = coin * p_x < p_x - q_of(rows, x)
+        done = accepted.any(-1)
+        found[rows] = torch.where(done, x.gather(-1, accepted.int().argmax(-1, keepdim=True))[:, 0], PAD)
+        if bool(done.all()):
             break
-        left = (~standing).nonzero()[:, 0]
+        left = (~done).nonzero()[:, 0]
         p, gain, sums, rng, rows = p[left], gain[left], sums[left], rng.take(left), rows[left]
     return found
 
 
-def _numbers(rng: Philox, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Two numbers for the draw of each of these trials and a coin on whether it stands, had in one go."""
+def _trial_numbers(rng: Philox, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return two numbers for the draw of each of these trials and its coin, generated in one call."""
     n = stop - start
-    both = rng.pairs(*_addresses(start, stop, rng.seeds.device))
+    both = rng.pairs(*_trial_addresses(start, stop, rng.seeds.device))
     return both[0, :, :n], both[1, :, :n], both[0, :, n:]
 
 
 @cache
-def _addresses(start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sites and lanes: the draws' first, then the coins'."""
+def _trial_addresses(start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return purposes and lanes: those of the draws first, then those of the coins."""
     lanes = torch.arange(start, stop, device=device)
     return torch.tensor([Purpose.CLOSE, Purpose.THIN], device=device).repeat_interleave(len(lanes)), lanes.repeat(2)
 
 
 def race_weights(weights: Float[Tensor, "B V"], rng: Philox) -> Int[Tensor, " B"]:
+    """Draw the token whose exponential clock, with its weight as rate, rings first at position `rng.starts`.
+
+    The race draws in proportion to the weights, like `draw`. With the same random numbers, two similar distributions
+    usually have the same winner, which is what `coupled` needs. First the chunks race with their sums, then the tokens
+    of the winning chunk.
+    """
     sums = chunk_sums(weights)
     chunks = torch.arange(sums.shape[-1], device=sums.device)
     chunk = (sums / rng.exponential(Purpose.POSITION, chunks, 0)).argmax(-1, keepdim=True)
@@ -148,3 +112,49 @@ def race_weights(weights: Float[Tensor, "B V"], rng: Philox) -> Int[Tensor, " B"
     tokens = chunk * CHUNK + torch.arange(inside.shape[-1], device=sums.device)
     first = (inside / rng.exponential(Purpose.POSITION, tokens, 1)).argmax(-1, keepdim=True)
     return tokens.gather(-1, first)[:, 0]
+
+
+def chunk_sums(weights: Float[Tensor, "*B V"]) -> Float[Tensor, "*B C"]:
+    """Sum the weights of each chunk; the last chunk may be short."""
+    whole = weights.shape[-1] // CHUNK * CHUNK
+    sums: Tensor = weights[..., :whole].unflatten(-1, (-1, CHUNK)).sum(-1)
+    if whole == weights.shape[-1]:
+        return sums
+    return torch.cat([sums, weights[..., whole:].sum(-1, keepdim=True)], -1)
+
+
+def chunk_weights(weights: Float[Tensor, "B V"], chunks: Int[Tensor, "B N"]) -> Float[Tensor, "B N W"]:
+    """Return the weights inside these chunks of each row, 0 after the end of the vocabulary."""
+    V = weights.shape[-1]
+    tokens = chunks[..., None] * CHUNK + torch.arange(min(CHUNK, V), device=weights.device)
+    inside = weights.gather(-1, tokens.clamp_max(V - 1).flatten(1)).view(tokens.shape)
+    return inside if V % CHUNK == 0 else inside.masked_fill(tokens >= V, 0.0)
+
+
+def invert(weights: Float[Tensor, "*B C"], uniform: Float[Tensor, "*B N"]) -> Int[Tensor, "*B N"]:
+    """Invert the CDF: return the first index whose running sum exceeds uniform · total.
+
+    In float64, and scaled by the computed total. An index of weight 0 adds nothing to the running sum and is skipped.
+    Rounding may raise uniform · total to the total itself; the result is then the last index of positive weight.
+    """
+    running = weights.double().cumsum(-1)
+    total = running[..., -1:]
+    last = (running < total).sum(-1, keepdim=True)
+    found = torch.searchsorted(running, uniform * total, right=True)
+    return found.minimum(last)
+
+
+def pick(weights: Row, sums: Row, first: float, second: float) -> int:
+    """Draw one row's token; `sums` are its chunk sums. Small operations cost a quarter as much in numpy as in torch.
+
+    Reference: `draw`.
+    """
+    chunk = _invert_row(sums, first)
+    return chunk * CHUNK + _invert_row(weights[chunk * CHUNK : (chunk + 1) * CHUNK], second)
+
+
+def _invert_row(weights: Row, uniform: float) -> int:
+    """Invert the CDF of one row. Reference: `invert`."""
+    running = weights.cumsum(dtype=np.float64)
+    total = running[-1]
+    return min(int(running.searchsorted(uniform * total, side="right")), int(np.count_nonzero(running < total)))

@@ -1,4 +1,7 @@
-"""Temperature, top-k, top-p and min-p, as the numbers of a distribution: scale, cutoff, log-sum-exp, point."""
+"""Turn temperature, top-k, top-p and min-p into a distribution's row numbers: scale, cutoff, log-sum-exp, point.
+
+On a CPU, values are read to choose the shortest way; on a GPU each read is a sync, so all rows take the general way.
+"""
 
 import math
 from typing import Final
@@ -12,7 +15,14 @@ from draftproof.core.distribution import log_sum_exp
 from draftproof.core.types import PAD
 
 WIDTHS = (64, 1024)
-"""How many of the largest logits are sorted to find a nucleus before the whole row is: most need few."""
+"""Numbers of largest logits that are sorted, one after the other, to find the nucleus before the whole row is sorted:
+most nuclei are small."""
+
+FOLDS: Final = 32
+"""Logits in a column of the folded row: `largest` compares the columns' maxima and searches only the best columns."""
+
+FOLD_BELOW: Final = 8
+"""Folding pays if at most one in this many columns has to be searched."""
 
 RowStats = tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"], Int[Tensor, " N"]]
 Cutoffs = tuple[Float[Tensor, " N"], Float[Tensor, " N"]]
@@ -21,9 +31,9 @@ Cutoffs = tuple[Float[Tensor, " N"], Float[Tensor, " N"]]
 def filter_stats(
     logits: Float[Tensor, "N R"], temperature: int | float, top_k: int | None, top_p: int | float, min_p: int | float
 ) -> RowStats:
-    """Scale, cutoff, log-sum-exp and point of each row. The log-sum-exp is NaN where a row is no distribution."""
+    """Return scale, cutoff, log-sum-exp and point of each row; log-sum-exp is NaN if a row is not a distribution."""
     peak = logits.amax(-1)
-    sound = torch.isfinite(peak)  # NaN and +inf show in the peak; −inf means that nothing is allowed
+    sound = torch.isfinite(peak)  # the peak is NaN or +inf if any logit is, and −inf if no token is allowed
     scale = 1.0 / (temperature or 1.0)
     scales = torch.full_like(peak, scale, dtype=torch.float64)
     if temperature == 0:
@@ -42,6 +52,7 @@ def _cut(
     top_p: int | float,
     min_p: int | float,
 ) -> Cutoffs:
+    """Return cutoff and log-sum-exp of each row for temperatures above 0."""
     R = logits.shape[-1]
     floor = (peak.double() + math.log(min_p) / scale).to(peak.dtype) if min_p > 0 else peak - math.inf
     if top_k is not None and top_k < R:
@@ -53,9 +64,9 @@ def _cut(
 
 
 def _ties(logits: Float[Tensor, "N R"], values: Float[Tensor, "N K"]) -> Int[Tensor, " N"]:
-    """How many logits beyond the k largest equal the k-th; `values` are the k + 1 largest."""
+    """Count the logits beyond the k largest that equal the k-th; `values` are the k + 1 largest."""
     kth = values[:, -2]
-    if not is_cpu(values.device):  # to see whether there are any would be to wait
+    if not is_cpu(values.device):  # testing whether there are any would be a sync
         return (logits >= kth[:, None]).sum(-1) - (values.shape[-1] - 1)
     extra = torch.zeros(len(values), dtype=torch.long, device=values.device)
     tied = (kth == values[:, -1]).nonzero()[:, 0]
@@ -71,7 +82,7 @@ def _cut_sorted(
     top_p: int | float,
     floor: Float[Tensor, " N"],
 ) -> Cutoffs:
-    """Cutoff and log-sum-exp where `values`, falling, and `ties` more that equal the last are all there is."""
+    """Return cutoff and log-sum-exp of rows that consist of `values`, descending, and `ties` copies of the last one."""
     weights = ((values - values[:, :1]).double() * scale).exp()
     beyond = ties * weights[:, -1]
     total = weights.sum(-1) + beyond
@@ -85,7 +96,10 @@ def _cut_sorted(
 def _edge(
     values: Float[Tensor, "N K"], weights: Float[Tensor, "N K"], wanted: Float[Tensor, " N"]
 ) -> Float[Tensor, " N"]:
-    """The last of the falling values before which the mass does not reach what is wanted yet; the first at least."""
+    """Return the smallest value kept by top-p: the last one whose preceding cumulative mass is below `wanted`.
+
+    `values` are descending; the first is always kept.
+    """
     kept = weights.cumsum(-1) - weights < wanted[:, None]
     return values.gather(-1, kept.sum(-1, keepdim=True).clamp_min(1) - 1)[:, 0]
 
@@ -97,29 +111,29 @@ def _nucleus(
     top_p: int | float,
     floor: Float[Tensor, " N"],
 ) -> Cutoffs:
-    """top-p over whole rows; `log_total` is the log-sum-exp relative to the peak."""
+    """Return cutoff and log-sum-exp of top-p over whole rows; `log_total` is the log-sum-exp relative to the peak."""
     wanted = top_p * log_total.exp()
-    if not is_cpu(logits.device):  # to see whether a few are enough would be to wait: all are sorted
-        _, cutoff, lse = _among(logits.sort(descending=True).values, scale, wanted, floor)
+    if not is_cpu(logits.device):  # testing whether a few logits suffice would be a sync, so all are sorted
+        _, cutoff, lse = _nucleus_among(logits.sort(descending=True).values, scale, wanted, floor)
         return cutoff, lse
     R = logits.shape[-1]
     cutoff, lse = torch.empty_like(floor), torch.empty_like(log_total)
     left = torch.arange(len(logits), device=logits.device)
     for width in (*(w for w in WIDTHS if w < R), R):
         values = largest(logits[left], width)
-        edge, mine, sums = _among(values, scale, wanted[left], floor[left])
-        found = (values[:, -1] < edge) | (width == R)  # all that equals the edge has been seen
-        cutoff[left[found]], lse[left[found]] = mine[found], sums[found]
+        edge, cutoff_left, lse_left = _nucleus_among(values, scale, wanted[left], floor[left])
+        found = (values[:, -1] < edge) | (width == R)  # `values` then contain all logits equal to the edge
+        cutoff[left[found]], lse[left[found]] = cutoff_left[found], lse_left[found]
         left = left[~found]
         if not len(left):
             break
     return cutoff, lse
 
 
-def _among(
+def _nucleus_among(
     values: Float[Tensor, "N K"], scale: float, wanted: Float[Tensor, " N"], floor: Float[Tensor, " N"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """The edge of the nucleus if it lies among these falling values, and with it cutoff and log-sum-exp."""
+    """Return the nucleus edge, cutoff and log-sum-exp, valid if the edge is among these descending values."""
     weights = ((values - values[:, :1]).double() * scale).exp()
     edge = _edge(values, weights, wanted)
     cutoff = edge.maximum(floor)
@@ -127,31 +141,24 @@ def _among(
     return edge, cutoff, scale * values[:, 0].double() + mass.log()
 
 
-FOLDS: Final = 32
-"""Numbers that are first compared with each other, so that only the best of them are sorted."""
-
-FOLD_BELOW: Final = 8
-"""Folding pays where at most one in this many of the columns can hold what is looked for."""
-
-
 def largest(logits: Float[Tensor, "N R"], k: int) -> Float[Tensor, "N K"]:
-    """The k largest of each row, falling.
+    """Return the k largest logits of each row, descending.
 
-    Rows are folded to columns of FOLDS. The k columns with the largest maxima hold the k largest numbers: whatever lies
-    elsewhere is at most as large as each of those k maxima.
+    Rows are folded to columns of FOLDS logits. The k columns with the largest maxima hold the k largest logits: any
+    logit of another column is at most as large as each of those k maxima.
     """
     columns = logits.shape[-1] // FOLDS
     if not is_cpu(logits.device) or FOLD_BELOW * k > columns:
         return logits.topk(k).values
     folded = logits[:, : FOLDS * columns].unflatten(-1, (FOLDS, columns))
     best = folded.amax(1).topk(k, sorted=False).indices
-    some = folded.gather(2, best[:, None].expand(-1, FOLDS, -1)).flatten(1)
+    candidates = folded.gather(2, best[:, None].expand(-1, FOLDS, -1)).flatten(1)
     rest = logits[:, FOLDS * columns :]
-    return (some if rest.shape[-1] == 0 else torch.cat([some, rest], 1)).topk(k).values
+    return (candidates if rest.shape[-1] == 0 else torch.cat([candidates, rest], 1)).topk(k).values
 
 
 def argmax(logits: Float[Tensor, "N R"]) -> Int[Tensor, " N"]:
-    """The first of the largest in each row; where there is NaN, the first NaN."""
+    """Return the index of each row's first maximum, or of its first NaN if it has one."""
     if not is_cpu(logits.device):
         return logits.argmax(-1)
     return torch.from_numpy(logits.detach().numpy().argmax(-1))

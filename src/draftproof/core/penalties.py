@@ -1,4 +1,9 @@
-"""Bias and penalties: edits to the logits of a few tokens, before anything else is done to them."""
+"""Apply logit bias and repetition, presence and frequency penalties to logits, before all filters.
+
+There are two implementations of the same edits. `edited` is the reference: it lists the affected tokens of each row and
+reads their values, which on a GPU is a sync. `edited_without_sync` uses dense counts over the vocabulary instead of
+index lists, and never reads a value on the CPU.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -9,11 +14,16 @@ from torch import Tensor
 
 from draftproof.core.device import to_device
 from draftproof.core.distribution import DraftVocab
-from draftproof.core.tree import ancestors
+from draftproof.core.tree import ancestors, real
 from draftproof.core.types import PAD, Draft, History
 
 if TYPE_CHECKING:
     from draftproof.core.sampling import SamplingParams
+
+
+def any_edits(samplings: "Sequence[SamplingParams]") -> bool:
+    """Tell whether any of these rows has a bias or a penalty."""
+    return any(s.penalises or s.logit_bias for s in samplings)
 
 
 def edited(
@@ -23,8 +33,11 @@ def edited(
     draft: Draft | None,
     vocab: DraftVocab | None = None,
 ) -> Float[Tensor, "B J R"]:
-    """A copy of the logits with bias and penalties in it; the logits themselves where there is nothing to edit."""
-    if not any(s.penalises or s.logit_bias for s in samplings):
+    """Return a copy of the logits with bias and penalties applied, or the logits themselves if no row has any.
+
+    At each position the draft tokens before it count as seen.
+    """
+    if not any_edits(samplings):
         return logits
     penalised = [b for b, s in enumerate(samplings) if s.penalises]
     if penalised and history is None:
@@ -38,8 +51,30 @@ def edited(
     for b, sampling in enumerate(samplings):
         if sampling.penalises or sampling.logit_bias:
             seen = history[b] if history is not None and sampling.penalises else History([], [])
-            _edit(out[b], sampling, History(*seen), *_drafted(draft, b, J, logits.device), vocab)
+            _edit(out[b], sampling, History(*seen), *_draft_of_row(draft, b, J, logits.device), vocab)
     return out
+
+
+def edited_without_sync(
+    logits: Float[Tensor, "B *J R"],
+    samplings: "Sequence[SamplingParams]",
+    histories: Sequence[History],
+    vocab: DraftVocab | None,
+    draft: Draft | None = None,
+) -> Float[Tensor, "B *J R"]:
+    """Return a float32 copy of the logits with bias and penalties applied, without a sync. Reference: `edited`.
+
+    Without a draft all positions of a row are edited alike.
+    """
+    out, before = logits.float().clone(), None if draft is None else _draft_before(draft)
+    for b, (row, sampling, history) in enumerate(zip(out, samplings, histories, strict=True)):
+        if sampling.penalises or sampling.logit_bias:
+            drafted = 0.0 if before is None else _dense_sums(before[0][b], before[1][b], row.shape[-1], vocab)
+            _edit_dense(row, sampling, history, drafted, vocab)
+    return out
+
+
+# -------------------------------------------------------------------------------------- edits by lists of tokens
 
 
 def _edit(
@@ -50,7 +85,7 @@ def _edit(
     before: Bool[Tensor, "J K"],
     vocab: DraftVocab | None,
 ) -> None:
-    """Edit one row's logits in place. `before[j, i]`: drafted token i counts as seen at position j."""
+    """Edit one row's logits in place. `before[j, i]`: draft token i counts as seen at position j."""
     device = logits.device
     prompt, output = (_ids(part, device) for part in history)
     biased = _ids(sampling.logit_bias.keys(), device)
@@ -79,22 +114,21 @@ def _edit(
 
 
 def _counts(tokens: Int[Tensor, " E"], among: Int[Tensor, " N"]) -> Int[Tensor, " E"]:
-    """How often each of `tokens` (sorted, and all there are) stands among these."""
+    """Count each of `tokens` in `among`; `tokens` is sorted and contains all of `among`."""
     return torch.bincount(torch.searchsorted(tokens, among), minlength=len(tokens))
 
 
-def _drafted(
+def _draft_of_row(
     draft: Draft | None, b: int, J: int, device: torch.device
 ) -> tuple[Int[Tensor, " K"], Bool[Tensor, "J K"]]:
-    """Row b's drafted tokens, and which of them come before each scored position."""
+    """Return row b's draft tokens, and which of them come before each scored position."""
     if draft is None:
         return (
             torch.empty(0, dtype=torch.long, device=device),
             torch.empty((J, 0), dtype=torch.bool, device=device),
         )
-    before = ancestors(draft)[b, :J]
-    real = torch.arange(draft.tokens.shape[1], device=draft.tokens.device) < draft.lengths[b]
-    return draft.tokens[b].masked_fill(~real, PAD), before & real
+    before, holds_token = ancestors(draft)[b, :J], real(draft)[b]
+    return draft.tokens[b].masked_fill(~holds_token, PAD), before & holds_token
 
 
 def _ids(tokens: Tensor | Iterable[int], device: torch.device) -> Int[Tensor, " N"]:
@@ -103,32 +137,7 @@ def _ids(tokens: Tensor | Iterable[int], device: torch.device) -> Int[Tensor, " 
     return torch.tensor(list(tokens), dtype=torch.long, device=device)
 
 
-def any_edits(samplings: "Sequence[SamplingParams]") -> bool:
-    """Is there anything to be done to these rows' logits?"""
-    return any(s.penalises or s.logit_bias for s in samplings)
-
-
-def edited_without_sync(
-    logits: Float[Tensor, "B *J R"],
-    samplings: "Sequence[SamplingParams]",
-    histories: Sequence[History],
-    vocab: DraftVocab | None,
-    draft: Draft | None = None,
-) -> Float[Tensor, "B *J R"]:
-    """A copy of the logits, float32, with bias and penalties in it: the same at every position of a row, or with the
-    drafted tokens before each counted as seen."""
-    out, before = logits.float().clone(), None if draft is None else _before(draft)
-    for b, (row, sampling, history) in enumerate(zip(out, samplings, histories, strict=True)):
-        if sampling.penalises or sampling.logit_bias:
-            drafted = 0.0 if before is None else _tally(before[0][b], before[1][b], row.shape[-1], vocab)
-            _edit_dense(row, sampling, history, drafted, vocab)
-    return out
-
-
-def _before(draft: Draft) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B J K"]]:
-    """The drafted tokens, and 1 where one of them comes before a scored position."""
-    real = torch.arange(draft.tokens.shape[1], device=draft.tokens.device) < draft.lengths[:, None]
-    return draft.tokens.clamp_min(0), (ancestors(draft) & real[:, None]).double()
+# ------------------------------------------------------------------------------------------ edits by dense counts
 
 
 def _edit_dense(
@@ -138,10 +147,11 @@ def _edit_dense(
     drafted: Float[Tensor, "J R"] | float,
     vocab: DraftVocab | None,
 ) -> None:
+    """Edit one row's logits in place; `drafted` counts each token in the draft before each position."""
     R, device = row.shape[-1], row.device
     biased, amounts = list(sampling.logit_bias.keys()), list(sampling.logit_bias.values())
-    bias = _tally(to_device(biased, device), to_device(amounts, device, torch.float64), R, vocab)
-    prompt, output = (_count(part, R, vocab, device) for part in history)
+    bias = _dense_sums(to_device(biased, device), to_device(amounts, device, torch.float64), R, vocab)
+    prompt, output = (_dense_counts(part, R, vocab, device) for part in history)
     output = output + drafted
     values = row + bias.to(row.dtype)
     if sampling.repetition_penalty != 1:
@@ -151,17 +161,24 @@ def _edit_dense(
     row.copy_(values - spent.to(row.dtype))
 
 
-def _count(tokens: Tensor | list[int], R: int, vocab: DraftVocab | None, device: torch.device) -> Float[Tensor, " R"]:
-    """How often each of the drafter's tokens stands among these."""
-    there = tokens if isinstance(tokens, Tensor) else to_device(tokens, device)
-    return _tally(there, torch.ones(len(there), dtype=torch.float64, device=device), R, vocab)
+def _draft_before(draft: Draft) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B J K"]]:
+    """Return the draft tokens, and 1 where a token comes before a scored position, else 0."""
+    return draft.tokens.clamp_min(0), (ancestors(draft) & real(draft)[:, None]).double()
 
 
-def _tally(
+def _dense_counts(
+    tokens: Tensor | list[int], R: int, vocab: DraftVocab | None, device: torch.device
+) -> Float[Tensor, " R"]:
+    """Count each entry of the vocabulary among these tokens."""
+    ids = tokens if isinstance(tokens, Tensor) else to_device(tokens, device)
+    return _dense_sums(ids, torch.ones(len(ids), dtype=torch.float64, device=device), R, vocab)
+
+
+def _dense_sums(
     tokens: Int[Tensor, " N"], amounts: Float[Tensor, "*J N"], R: int, vocab: DraftVocab | None
 ) -> Float[Tensor, "*J R"]:
-    """The sum of the amounts at each of the drafter's tokens; what it does not have falls into a place behind them."""
+    """Sum the amounts at each entry of the vocabulary; tokens outside it go to a spare entry that is cut off."""
     entries = tokens if vocab is None else vocab.entry[tokens]
     entries = torch.where((entries < 0) | (entries >= R), R, entries)
-    nothing = torch.zeros((*amounts.shape[:-1], R + 1), dtype=torch.float64, device=tokens.device)
-    return nothing.index_add_(-1, entries, amounts)[..., :R]
+    zeros = torch.zeros((*amounts.shape[:-1], R + 1), dtype=torch.float64, device=tokens.device)
+    return zeros.index_add_(-1, entries, amounts)[..., :R]

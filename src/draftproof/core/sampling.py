@@ -1,4 +1,4 @@
-"""How a request wants its tokens drawn, and how that turns logits into a distribution."""
+"""Define a request's sampling parameters, and warp logits by them into a distribution."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ NO_BIAS: Mapping[int, Number] = MappingProxyType({})
 class SamplingParams:
     """The sampling parameters of one request, under the names and definitions the field uses.
 
-    temperature         0 is greedy: the most likely token, the first one where several are
+    temperature         0 is greedy: the most likely token, the first one if several are equal
     top_k               only the k most likely tokens; None is off
     top_p               only the most likely tokens that together reach this mass; 1 is off
     min_p               only tokens at least this fraction as likely as the most likely one; 0 is off
@@ -32,7 +32,7 @@ class SamplingParams:
     presence_penalty    subtracted from the logits of tokens seen in the output; 0 is off
     frequency_penalty   subtracted once for each time a token was seen in the output; 0 is off
     logit_bias          added to the logits of these tokens
-    seed                makes the request reproducible; None draws one
+    seed                makes the request reproducible; None picks a random one
     """
 
     temperature: Number = 1.0
@@ -72,7 +72,7 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Whether the distribution depends on what was seen before."""
+        """Whether the distribution depends on the tokens seen before."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
@@ -96,13 +96,13 @@ def warp(
     allowed: Bool[Tensor, "B J R"] | None = None,
     vocab: DraftVocab | None = None,
 ) -> Distribution:
-    """The distributions from which plain decoding would draw at every scored position.
+    """Return the distributions from which plain decoding would draw at every scored position.
 
-    In transformers' order: bias; penalties, at every position with the drafted tokens before it counted as seen (at
-    a tree node: its ancestors); the allowed tokens; temperature; top-k; top-p on what top-k left; min-p. Ties at a
-    cutoff are kept. Position 0 follows the history, position i + 1 follows draft slot i.
+    In transformers' order: bias; penalties, at every position with the draft tokens before it counted as seen (at a
+    tree node: its ancestors); the allowed tokens; temperature; top-k; top-p on what top-k left; min-p. Ties at a cutoff
+    are kept. Position 0 follows the history, position i + 1 follows draft slot i.
 
-    Where a row has no bias, no penalty and no mask its logits are not copied.
+    Logits are not copied if no row has a bias, a penalty or a mask.
     """
     if len(samplings) != len(logits):
         raise ValueError(f"samplings must have one entry a row: {len(logits)} rows, {len(samplings)} samplings")
@@ -112,9 +112,9 @@ def warp(
     logits = edited(logits, samplings, history, draft, vocab)
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
-    shapes = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings}
-    if len(shapes) == 1:  # the usual batch: all rows at once
-        parts = filter_stats(logits.flatten(0, 1), *shapes.pop())
+    filters = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings}
+    if len(filters) == 1:  # the usual batch: all rows at once
+        parts = filter_stats(logits.flatten(0, 1), *filters.pop())
         scale, cutoff, lse, point = (part.unflatten(0, logits.shape[:2]) for part in parts)
     else:
         each = [
@@ -135,7 +135,7 @@ def warp_without_sync(
     draft: Draft | None = None,
     allowed: Bool[Tensor, "B J R"] | None = None,
 ) -> Distribution:
-    """`warp`, without a look at what lies elsewhere."""
+    """Warp logits without a sync; on a GPU bias and penalties use dense counts. Reference: `warp`."""
     if is_cpu(logits.device) or not any_edits(samplings):
         return warp(logits, samplings, histories, draft, allowed, vocab)
     histories = [History([], [])] * len(samplings) if histories is None else histories
@@ -148,7 +148,7 @@ def warp_without_sync(
 
 
 def unedited(samplings: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """What is left to be done: penalties and bias must not come twice."""
+    """Return the parameters without bias and penalties, for logits that include them already."""
     return [
         replace(s, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=NO_BIAS)
         for s in samplings

@@ -1,12 +1,18 @@
-"""What travels between the layers: a `Draft` goes in to a verifier, a `Verdict` comes out.
+"""Data types that the layers exchange: a `Draft` goes into a verification rule, a `Verdict` comes out.
 
-Distributions, everywhere: p is the target's, q is the drafter's. Never swapped.
+The letters and words used in all files:
 
-Letters, everywhere: B rows, K draft length (for a tree, its number of slots), J = K + 1 positions the target
-scores, V vocabulary, T tokens of context, H hidden size, S samples in an audit.
+Distributions: p is the target's, q is the drafter's. Never swapped. `Distribution` holds either; `SamplingParams` says
+how logits become one. `Draft.q` is the distribution that draft tokens were drawn from.
 
-Words, everywhere: a drafter *proposes* a draft; the model *scores* it; sampling *warps* logits into a distribution; a
-verifier returns a *verdict*: `accepted` draft tokens and always exactly one closing token.
+Letters: B rows, K draft length (for a tree, its number of slots), J = K + 1 positions the target scores, V vocabulary,
+R entries of a logit row (V, or fewer if the drafter's vocabulary is smaller), T tokens of context, H hidden size,
+S samples in an audit.
+
+Words: a drafter *proposes* a draft; the model *scores* it; sampling *warps* logits into a distribution; a rule returns
+a *verdict*: `accepted` draft tokens and exactly one more token, the *residual* token after a rejection or the *bonus*
+token after none. A draft token was *drawn* from q, or *chosen* by other means. `Philox` gives the random numbers; a
+*coin* is a number that decides on one draft token. With `shared_rng` the drafter draws with the target's own numbers.
 """
 
 from dataclasses import dataclass
@@ -19,10 +25,10 @@ if TYPE_CHECKING:
     from draftproof.core.distribution import Distribution
 
 PAD: Final = -1
-"""Stands after the last emitted token of a row, and after the last slot of a short draft."""
+"""Token id that fills a row after its last emitted token, and a short draft after its last slot."""
 
 ROOT: Final = -1
-"""The parent of a slot that follows the last emitted token directly."""
+"""Parent of a slot that directly follows the last emitted token."""
 
 
 class InexactError(Exception):
@@ -33,15 +39,15 @@ class InexactError(Exception):
 class Draft:
     """Up to K proposed tokens for each of B rows.
 
-    `q` is the distribution each token was *drawn from*, nothing else: the same temperature, the same filters. A token
-    that was chosen and not drawn (n-gram, argmax, the top of a tree) has none: q is a point mass on it. That
-    holds for every token where `q` is None, and for those with `drawn` False where it is not.
+    `q` is the distribution each token was *drawn from*, with the temperature and filters of that draw. A token that was
+    chosen and not drawn (n-gram, argmax, the top of a tree) has no such distribution: its q is a point mass on it. All
+    tokens are chosen if `q` is None; otherwise those with `drawn` False are.
 
-    A tree names for every slot its parent slot, ROOT for those that follow the last emitted token directly; a
-    slot comes after its parent, and siblings stand in the order in which they were drawn. None is a chain.
+    In a tree, `parents` holds each slot's parent slot, ROOT for slots that directly follow the last emitted token. A
+    slot comes after its parent, and siblings are in the order in which they were drawn. None means a chain.
 
-    `shared_noise` says that the tokens were drawn with the target's own noise, as `coupled` wants it; under
-    any other rule that would be a bias, and is refused.
+    `shared_rng` says that the tokens were drawn with the target's own random numbers, as `coupled` needs. Under any
+    other rule that is a bias, and is refused.
     """
 
     tokens: Int[Tensor, "B K"]
@@ -54,7 +60,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far a lossy rule's distribution is from the target's at each draft position, given that the round gets there."""
+    """Distance of a lossy rule from the target's distribution at each draft position, if the round gets that far."""
 
     total_variation: Float[Tensor, "B K"]
     kl: Float[Tensor, "B K"]
@@ -62,10 +68,10 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What each row emits: `accepted` draft tokens, then exactly one closing token, then PAD.
+    """Tokens that each row emits: `accepted` draft tokens, then one residual or bonus token, then PAD.
 
-    `path` names the kept slots of a tree, in order, then PAD. None for a chain: the first `accepted` ones.
-    `exact` is False when a lossy rule made it; `deviation` then says how far off.
+    `path` lists the accepted slots of a tree, in order, then PAD. It is None for a chain: the first `accepted` slots.
+    `exact` is False if a lossy rule made the verdict; `deviation` then says how far off it is.
     """
 
     tokens: Int[Tensor, "B J"]
@@ -76,14 +82,14 @@ class Verdict:
 
 
 class Round(NamedTuple):
-    """What became of one round of one request: how many tokens were drafted, and how many of them kept."""
+    """Outcome of one round of one request: how many tokens were drafted, and how many of them were accepted."""
 
     drafted: int
     accepted: int
 
 
 class History(NamedTuple):
-    """What a row has seen, for the penalties: presence and frequency count the output only."""
+    """Tokens a row has seen, for the penalties: presence and frequency penalties count the output only."""
 
     prompt: "Tensor | list[int]"
     output: "Tensor | list[int]"

@@ -163,7 +163,7 @@ class Out(NamedTuple):
     """Pointers to the results."""
 
     tokens: Any  # [B, J]
-    accepted: Any  # [B]; between the block kernels a count or −mask (`draftproof.kernels.device.block.block_walk`)
+    accepted: Any  # [B]; between kernels a count, or what is left to do (`block.block_walk`, `token.token_residual`)
     faults: Any  # [B]
 
 
@@ -183,6 +183,7 @@ UNUSED_TRAITS: Final = {
     "settle_deep": (*_REQUEST_TRAITS, "FILTERED", "WARM"),
     "sift": (*_REQUEST_TRAITS, "FILTERED", "WARM"),
     "token": ("NS",),
+    "token_residual": ("WARM", "KP", "TP", "NS"),
     "coupled": ("DRAWN", "READ_DRAFT", "MAPPED", "WARM", "NS"),
     "block_walk": ("WARM", "NS"),
     "block_sums": ("WARM", "NS"),

@@ -11,7 +11,7 @@ from draftproof.kernels.device.block import PIECE, block_close, block_sums, bloc
 from draftproof.kernels.device.coupled import coupled
 from draftproof.kernels.device.nucleus_search import sift
 from draftproof.kernels.device.scan import scan
-from draftproof.kernels.device.token import token
+from draftproof.kernels.device.token import RESIDUAL_PIECE, token, token_residual
 from draftproof.kernels.device.topk_topp import settle, settle_deep
 from draftproof.kernels.workspace import PARTS, PER_TILE, ROUNDS, ROW_STATS, Workspace, chunks, tiles
 
@@ -31,7 +31,12 @@ TOKEN_REGISTERS: Final = 128
 SUM_PROGRAMS: Final = 1024
 """Programs of `block_sums` that fit on a device, about; small batches fill it by summing nodes side by side."""
 
-KERNELS: Final = (scan, settle, sift, settle_deep, token, coupled, block_walk, block_sums, block_close)
+RESIDUAL_PROGRAMS: Final = 1024
+LEAST_PARTS: Final = 8
+"""Programs of `token_residual`, about, and parts of a row, at least: with 8 parts of 128k float32 logits a program
+reads for about 4 µs."""
+
+KERNELS: Final = (scan, settle, sift, settle_deep, token, coupled, block_walk, block_sums, block_close, token_residual)
 """All kernels that a call may launch."""
 
 for _kernel in KERNELS:
@@ -66,7 +71,10 @@ def plan(call: Call, workspace: Workspace, *, overlap: bool) -> list[Step]:
         return [*steps, bundle.step(coupled, (B,), out, 8)]
     if call.rule != "block" or not call.weighs_draft:  # without a draft distribution the two rules are the same
         warps = 8 if call.parameters.warm else 4  # greedy requests read little
-        return [*steps, bundle.step(token, (B,), out, warps, TOKEN_REGISTERS if B > MULTIPROCESSORS else None)]
+        steps.append(bundle.step(token, (B,), out, warps, TOKEN_REGISTERS if B > MULTIPROCESSORS else None))
+        if call.parameters.warm and K > 0:
+            steps.append(bundle.step(token_residual, (_residual_parts(call), B), out, 4, TOKEN_REGISTERS))
+        return steps
     return [
         *steps,
         bundle.step(block_walk, (B,), out, 4 if K < SHORT_DRAFT else 16),  # by the number of rows held side by side
@@ -100,6 +108,13 @@ def _shares(call: Call) -> tuple[int, int]:
     pieces_per_program = 1 if call.B < LARGE_BATCH else 4 // call.target_logits.element_size()
     parts = -(-pieces // pieces_per_program)
     return parts, max(1, min(call.K, SUM_PROGRAMS // (parts * call.B)))
+
+
+def _residual_parts(call: Call) -> int:
+    """Return how many programs share a residual of the token rule: few requests have one, so most programs end at
+    once, and their number is limited."""
+    pieces: int = -(-chunks(call.V) // RESIDUAL_PIECE.value)
+    return max(1, min(pieces, max(RESIDUAL_PROGRAMS // call.B, LEAST_PARTS)))
 
 
 def _store_draft_stats(call: Call, draft_lse: Tensor, workspace: Workspace) -> None:

@@ -56,38 +56,54 @@ class Workspace:
 
     @classmethod
     def empty(cls, B: int, K: int, V: int, device: torch.device | str, *, filtered: bool = True) -> "Workspace":
-        """Allocate for up to B requests, drafts of up to K tokens and V tokens; `filtered` as in `Parameters`."""
-        rows, C = B * (2 * K + 1), chunks(V)
-
-        def floats(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(count, dtype=dtype, device=device)
-
+        """Allocate for up to B requests, drafts of up to K tokens, V tokens; `filtered` as in `Parameters`."""
         return cls(
-            tokens=torch.empty(B * (K + 1), dtype=torch.int64, device=device),
-            accepted=torch.empty(B, dtype=torch.int64, device=device),
-            faults=torch.empty(B, dtype=torch.int32, device=device),
-            chunk_stats=floats(rows * 2 * C),
-            slice_stats=floats(rows * 2 * PER_CHUNK * C),
-            row_stats=floats(rows * ROW_STATS, torch.float64),
-            work=floats(rows * (PER_CHUNK * C + WORK) if filtered else WORK),
-            tile_stats=floats(rows * 2 * tiles(V)),
-            part_sums=floats(rows * PART_SUMS if filtered else 1, torch.float64),
+            **{
+                name: torch.empty(size, dtype=_DTYPES.get(name, torch.float32), device=device)
+                for name, size in _sizes(B, K, V, filtered).items()
+            }
         )
 
     def check(self, B: int, K: int, V: int, *, filtered: bool) -> None:
-        """Refuse a call that this workspace is too small for."""
-        rows, C = B * (2 * K + 1), chunks(V)
-        small = self.chunk_stats.numel() < rows * 2 * C or self.tokens.numel() < B * (K + 1) or len(self.accepted) < B
-        if small or self.row_stats.numel() < rows * ROW_STATS:
-            raise ValueError(
-                f"workspace is too small for B={B}, K={K}, V={V}: make it with Workspace.empty for the largest of each"
-            )
-        if filtered and (
-            self.work.numel() < rows * (PER_CHUNK * C + WORK) or self.part_sums.numel() < rows * PART_SUMS
-        ):
+        """Refuse a call for which this workspace is too small."""
+        needed = _sizes(B, K, V, filtered)
+        small = [name for name, size in needed.items() if getattr(self, name).numel() < size]
+        if not small:
+            return
+        if filtered and not any(getattr(self, name).numel() < size for name, size in _sizes(B, K, V, False).items()):
             raise ValueError(
                 "workspace was made with filtered=False, and parameters.filtered is True: make it with filtered=True"
             )
+        raise ValueError(
+            f"workspace is too small for B={B}, K={K}, V={V} ({small[0]} holds {getattr(self, small[0]).numel()} of "
+            f"{needed[small[0]]} numbers): make it with Workspace.empty for the largest of each"
+        )
+
+
+_DTYPES: Final = {
+    "tokens": torch.int64,
+    "accepted": torch.int64,
+    "faults": torch.int32,
+    "row_stats": torch.float64,
+    "part_sums": torch.float64,
+}
+"""Of the tensors that are not float32."""
+
+
+def _sizes(B: int, K: int, V: int, filtered: bool) -> dict[str, int]:
+    """Return how many numbers each tensor of a workspace must hold."""
+    rows, C = B * (2 * K + 1), chunks(V)
+    return {
+        "tokens": B * (K + 1),
+        "accepted": B,
+        "faults": B,
+        "chunk_stats": rows * 2 * C,
+        "slice_stats": rows * 2 * PER_CHUNK * C,
+        "row_stats": rows * ROW_STATS,
+        "work": rows * (PER_CHUNK * C + WORK) if filtered else WORK,
+        "tile_stats": rows * 2 * tiles(V),
+        "part_sums": rows * PART_SUMS if filtered else 1,
+    }
 
 
 def tiles(V: int) -> int:

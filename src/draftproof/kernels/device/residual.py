@@ -12,6 +12,7 @@ from draftproof.core.draw import TRIALS as _TRIALS
 from draftproof.kernels.device.cutoff import NO_SLICE
 from draftproof.kernels.device.distribution import draft_prob_of, draft_stats_at, excess, load_dist_params, probs_of
 from draftproof.kernels.device.draw import (
+    chunk_masses,
     chunk_masses_at,
     draw_in_chunk,
     invert,
@@ -60,14 +61,14 @@ def sum_saved_excess(batch, req, at, first, stride, CHUNKS: tl.constexpr):
         if req.draft_temperature > 0:
             _sum_plain(batch, req, at, first, stride, CHUNKS)
         else:
-            _sum_general(batch, req, at, first, stride, CHUNKS)
+            sum_any_excess(batch, req, at, first, stride, CHUNKS)
     else:
-        _sum_general(batch, req, at, first, stride, CHUNKS)
+        sum_any_excess(batch, req, at, first, stride, CHUNKS)
 
 
 @triton.jit
 @no_type_check
-def _sum_general(batch, req, at, first, stride, CHUNKS: tl.constexpr):
+def sum_any_excess(batch, req, at, first, stride, CHUNKS: tl.constexpr):
     """Write the residual's chunk sums with stored parameters, for any logits."""
     p_dist, q_dist = load_dists(batch, req, at, at >= 0)
     sum_excess(batch, req, at, p_dist, q_dist, _weight(batch, req, at), first, stride, CHUNKS)
@@ -172,14 +173,12 @@ def _power(x, dist, CUT: tl.constexpr):
     return w
 
 
-TRIALS = tl.constexpr(_TRIALS)
-FALLBACK_CHUNKS = tl.constexpr(2)  # chunks read at a time in the rare fallback: few, so that it takes few registers
+TRIALS = tl.constexpr(_TRIALS)  # all side by side, two per warp
 TOKEN_LIMIT = tl.constexpr(2**24)  # above any token: trial and token are packed into one integer
-TRIALS_AT_ONCE = tl.constexpr(16)  # trials side by side, two per warp; the result does not depend on it
 
 
 class Trials(NamedTuple):
-    """Random numbers of a batch of trials [TRIALS_AT_ONCE]: two for each draw, and one for its acceptance."""
+    """Random numbers of the trials [TRIALS]: two for each draw, and one for its acceptance."""
 
     first: Any
     second: Any
@@ -188,9 +187,9 @@ class Trials(NamedTuple):
 
 @triton.jit
 @no_type_check
-def trials_of(req, n):
-    """Draw the random numbers of the n-th batch of trials."""
-    lanes = n * TRIALS_AT_ONCE + tl.arange(0, TRIALS_AT_ONCE)
+def trials_of(req):
+    """Draw the random numbers of the trials."""
+    lanes = tl.arange(0, TRIALS)
     first, second = pair(req.seed, req.start, CLOSE, lanes, 0)
     return Trials(first=first, second=second, coin=uniform(req.seed, req.start, THIN, lanes, 0))
 
@@ -198,52 +197,43 @@ def trials_of(req, n):
 @triton.jit
 @no_type_check
 def thin(batch, req, at, drafted, p_dist, q_dist, stats, trials):
-    """Draw the last token of a token-rule round by thinning. Reference: rules.token.closing.
+    """Draw the last token of a token-rule round by thinning; -1 if no trial was accepted.
 
     After the whole draft the bonus token is drawn from p; at an earlier node the residual token is drawn from max(0, p
-    − q) by trials. `drafted` is the rejected draft token, `trials` the first batch; more batches are rarely needed.
+    − q) by trials. `drafted` is the rejected draft token. Reference: rules.token.closing.
     """
     masses = chunk_masses_at(batch, req, at, p_dist, stats)
-    found = tl.full((), -1, tl.int32)
-    n = 0
-    while (found < 0) & (n < TRIALS // TRIALS_AT_ONCE):
-        line, rest = slice_of(batch, req, at, p_dist, invert(masses, trials.first), trials.second)
-        p, q = _p_and_q(batch, req, at, drafted, p_dist, q_dist, tokens_of(line))
-        x, hit = token_of(line * SLICE, p, rest)
-        lanes = tl.arange(0, TRIALS_AT_ONCE)
-        accepted = lanes == 0
-        if at < req.length:
-            if batch.traits.MAPPED:
-                q_x = tl.sum(draft_prob_of(batch, req, at, q_dist, drafted, x[:, None]), 1)
-            else:
-                q_x = _at_hit(q, hit)
-            p_x = _at_hit(p, hit)
-            accepted = trials.coin * p_x.to(tl.float64) < (p_x - q_x).to(tl.float64)
-        first = tl.min(tl.where(accepted, lanes * TOKEN_LIMIT + x, TRIALS_AT_ONCE * TOKEN_LIMIT), 0)
-        n += 1
-        if first < TRIALS_AT_ONCE * TOKEN_LIMIT:
-            found = first % TOKEN_LIMIT
+    line, rest = slice_of(batch, req, at, p_dist, invert(masses, trials.first), trials.second)
+    p, q = _p_and_q(batch, req, at, drafted, p_dist, q_dist, tokens_of(line))
+    x, hit = token_of(line * SLICE, p, rest)
+    lanes = tl.arange(0, TRIALS)
+    accepted = lanes == 0
+    if at < req.length:
+        if batch.traits.MAPPED:
+            q_x = tl.sum(draft_prob_of(batch, req, at, q_dist, drafted, x[:, None]), 1)
         else:
-            trials = trials_of(req, n)
-    if found < 0:
-        found = _draw_exactly(batch, req, at, drafted, p_dist, q_dist, masses)
-    return found
+            q_x = _at_hit(q, hit)
+        p_x = _at_hit(p, hit)
+        accepted = trials.coin * p_x.to(tl.float64) < (p_x - q_x).to(tl.float64)
+    first = tl.min(tl.where(accepted, lanes * TOKEN_LIMIT + x, TRIALS * TOKEN_LIMIT), 0)
+    return tl.where(first < TRIALS * TOKEN_LIMIT, first % TOKEN_LIMIT, -1)
 
 
 @triton.jit
 @no_type_check
-def _draw_exactly(batch, req, at, drafted, p_dist, q_dist, masses):
-    """Draw from the residual's own sums; from p, by `masses`, if they are all 0: p = q up to rounding."""
-    one = tl.full((), 1.0, tl.float64)
-    sum_excess(batch, req, at, p_dist, q_dist, one, 0, 1, FALLBACK_CHUNKS)
-    tl.debug_barrier()
+def draw_residual(batch, req, at):
+    """Draw from the stored sums of the residual max(0, p − q); from p if they are all 0: p = q up to rounding."""
+    p_dist, q_dist = load_dists(batch, req, at, at >= 0)
+    drafted = tl.load(batch.drafted + req.b * req.K + at)
     c = tl.arange(0, batch.traits.NP)
     sums = tl.load(excess_sums_at(batch, req, at, c), mask=c < req.C, other=0.0).to(tl.float64)
     some = tl.max(sums, 0) > 0
     first, second = last_token_uniforms(req, TRIALS)
-    chunk = invert_once(tl.where(some, sums, masses), first)
-    share = tl.where(some, one, 0.0)
-    return draw_in_chunk(batch, req, at, drafted, p_dist, q_dist, one, share, chunk, second)
+    if not some:
+        sums = chunk_masses(batch, req, at, p_dist)
+    chunk = invert_once(sums, first)
+    one = tl.full((), 1.0, tl.float64)
+    return draw_in_chunk(batch, req, at, drafted, p_dist, q_dist, one, tl.where(some, one, 0.0), chunk, second)
 
 
 @triton.jit

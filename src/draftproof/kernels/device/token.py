@@ -1,8 +1,11 @@
-"""Run token verification, one program per request: accept draft tokens, then draw the last token by thinning.
+"""Run token verification in two kernels: accept draft tokens and draw the last token by thinning; then the residual
+in full, for the few requests whose trials were all refused.
 
-Reference: `draftproof.rules.token` (Leviathan et al. 2023). No row is read again. A program's time is its longest chain
-of dependent steps, so nothing is reduced over all threads twice where once is enough, and logarithms and exponentials
-are taken only where they decide something.
+Reference: `draftproof.rules.token` (Leviathan et al. 2023). `token` runs one program per request and reads no row
+again: its time is its longest chain of dependent steps, so nothing is reduced over all threads twice where once is
+enough, and logarithms and exponentials are taken only where they decide something. A trial is accepted with probability
+TV(p, q), so a draft that fits well is rejected rarely, but then runs out of trials. `token_residual` sums such
+residuals with many programs: one program alone would take longer than the rest of the batch together.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -13,10 +16,17 @@ from triton.language.extra import cuda
 
 from draftproof.kernels.device.distribution import dist_of_base, dist_of_peak, drafted_of
 from draftproof.kernels.device.draw import load_chunk_stats
-from draftproof.kernels.device.layout import BAD_DRAFT, BAD_TARGET, BAD_TOKEN
+from draftproof.kernels.device.layout import BAD_DRAFT, BAD_TARGET, BAD_TOKEN, CENTRE, GAIN, SLOPE, WEIGHT
 from draftproof.kernels.device.math import force_eval
 from draftproof.kernels.device.philox import ACCEPT, uniform
-from draftproof.kernels.device.residual import Trials, thin, trials_of
+from draftproof.kernels.device.residual import (
+    Trials,
+    draw_residual,
+    sum_any_excess,
+    sum_saved_excess,
+    thin,
+    trials_of,
+)
 from draftproof.kernels.device.rows import divisor, needed, request
 from draftproof.kernels.device.stats import (
     RowStats,
@@ -24,10 +34,13 @@ from draftproof.kernels.device.stats import (
     greedy_tokens,
     load_draft_stats,
     load_target_stats,
+    row_stats_at,
     target_argmax,
     target_stats,
 )
-from draftproof.kernels.device.verdict import drafted_tokens, greedy_match, write_verdict
+from draftproof.kernels.device.verdict import drafted_tokens, greedy_match, write_tokens, write_verdict
+
+RESIDUAL_PIECE = tl.constexpr(4)  # chunks that a program of `token_residual` reads at a time
 
 
 @triton.jit
@@ -59,9 +72,10 @@ def _verify_sampled(batch, out, req):
     """Decide a request of a batch in which some are sampled."""
     drafted = drafted_of(batch, req)
     coins = force_eval(uniform(req.seed, req.start, ACCEPT, drafted.i, 0))
-    first = trials_of(req, 0)
+    first = trials_of(req)
     trials = Trials(first=force_eval(first.first), second=force_eval(first.second), coin=force_eval(first.coin))
     if batch.traits.OVERLAP:
+        cuda.gdc_launch_dependents()  # the next kernel starts early and waits for this one to end
         cuda.gdc_wait()  # everything above is independent of the scan and overlaps with its end
     target = load_target_stats(batch, req)
     if batch.traits.DRAWN:
@@ -76,12 +90,67 @@ def _verify_sampled(batch, out, req):
         stop = _find_stop(batch, req, drafted, coins, scales, p, q)
         accepted, fault = stop.at, stop.fault | tl.where(stop.p.mass == stop.p.mass, 0, BAD_TARGET)
         last_token = tl.full((), -1, tl.int32)
+        pending = fault == 0
         if fault == 0:
             p_dist, q_dist = _dists(batch, req, scales, stop)
             last_token = thin(batch, req, accepted, stop.drafted, p_dist, q_dist, stats, trials)
+            pending = last_token < 0
+            if pending:
+                _save_for_residual(batch, req, accepted, p_dist, q_dist)
     else:
         accepted, last_token, fault = greedy_match(batch, req, greedy_tokens(p), drafted.token)
-    write_verdict(batch, out, req, drafted.token, accepted, last_token, fault)
+        pending = accepted < 0
+    write_tokens(batch, out, req, drafted.token, accepted, last_token)
+    tl.store(out.accepted + req.b, tl.where(pending, -1 - accepted, accepted).to(tl.int64))
+    tl.store(out.faults + req.b, fault.to(tl.int32))
+
+
+@triton.jit
+@no_type_check
+def _save_for_residual(batch, req, at, p_dist, q_dist):
+    """Store the parameters of both distributions at the stop, with weight 1, for `token_residual`."""
+    p_line = row_stats_at(batch, req, at)
+    tl.store(p_line + WEIGHT, tl.zeros((), tl.float64))
+    _save_params(p_line, p_dist)
+    if batch.traits.DRAWN:
+        _save_params(row_stats_at(batch, req, req.J + at), q_dist)
+
+
+@triton.jit
+@no_type_check
+def _save_params(line, dist):
+    tl.store(line + SLOPE, dist.slope.to(tl.float64))
+    tl.store(line + CENTRE, dist.centre.to(tl.float64))
+    tl.store(line + GAIN, dist.gain.to(tl.float64))
+
+
+ONE_PROGRAM = tl.constexpr(2**32)  # `accepted` of a pending request counts finished programs above its low 32 bits
+HALF_PROGRAM = tl.constexpr(2**31)  # rounds the count: the low bits are negative
+
+
+@triton.jit
+@no_type_check
+def token_residual(batch, out):
+    """Draw the residual token of requests that ran out of trials. Grid: (parts of a row, B).
+
+    Reference: rules.token._residual. `token` leaves −1 − node in `accepted` of such a request. Every program sums its
+    parts of the residual; the last one to finish draws the token and writes the count.
+    """
+    req = request(batch, tl.program_id(1).to(tl.int64))
+    if batch.traits.OVERLAP:
+        cuda.gdc_wait()
+    at = -1 - tl.load(out.accepted + req.b).to(tl.int32)
+    if at >= 0:
+        if batch.traits.DRAWN:
+            sum_saved_excess(batch, req, at, tl.program_id(0), tl.num_programs(0), RESIDUAL_PIECE)
+        else:
+            sum_any_excess(batch, req, at, tl.program_id(0), tl.num_programs(0), RESIDUAL_PIECE)
+        tl.debug_barrier()  # all threads have stored their sums before one of them counts the program
+        before = tl.atomic_add(out.accepted + req.b, ONE_PROGRAM)
+        if ((before + HALF_PROGRAM) >> 32) == tl.num_programs(0) - 1:
+            last_token = draw_residual(batch, req, at)
+            tl.store(out.tokens + req.b * req.J + at, last_token.to(tl.int64))
+            tl.store(out.accepted + req.b, at.to(tl.int64))
 
 
 class Scales(NamedTuple):

@@ -44,9 +44,16 @@ def _earlier_match(at, point, other, another):
 @no_type_check
 def write_verdict(batch, out, req, tokens, accepted, last_token, fault):
     """Write the accepted tokens, the round's last token and the fault. Reference: rules.chain.verdict."""
+    write_tokens(batch, out, req, tokens, accepted, last_token)
+    tl.store(out.accepted + req.b, accepted.to(tl.int64))
+    tl.store(out.faults + req.b, fault.to(tl.int32))
+
+
+@triton.jit
+@no_type_check
+def write_tokens(batch, out, req, tokens, accepted, last_token):
+    """Write the accepted tokens, the round's last token, and padding after it."""
     i = tl.arange(0, batch.traits.KP)
     kept = tl.where(i < accepted, tokens, -1)
     J = req.J
     tl.store(out.tokens + req.b * J + i, tl.where(i == accepted, last_token.to(tl.int64), kept), mask=i < J)
-    tl.store(out.accepted + req.b, accepted.to(tl.int64))
-    tl.store(out.faults + req.b, fault.to(tl.int32))
