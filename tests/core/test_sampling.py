@@ -1,11 +1,16 @@
 """`warp` returns the distributions that plain decoding with transformers' own processors draws from."""
 
+import copy
 import itertools
 import math
+import pickle
+from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 
+import draftproof as dp
 from draftproof.core.distribution import DraftVocab
 from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import Draft, History
@@ -248,3 +253,53 @@ def test_distributions_on_a_gpu_equal_those_on_the_cpu(name):
 def test_penalties_without_history_are_refused():
     with pytest.raises(ValueError, match=r"row 1 asks for a penalty.*history"):
         warp(torch.zeros(2, 1, 5), [SamplingParams(), SamplingParams(presence_penalty=1.0)])
+
+
+@pytest.mark.parametrize("temperature", [9e-6, 1e-8, 1e-20, 1e-37, 5e-324])
+def test_a_tiny_temperature_is_greedy(temperature):
+    logits = torch.randn(2, 3, 500, generator=torch.Generator().manual_seed(0)) * 8
+    tiny = warp(logits, [SamplingParams(temperature=temperature)] * 2)
+    assert torch.equal(tiny.point, logits.argmax(-1))
+    tokens = logits.argmax(-1)[:, 1:]
+    impossible = logits.argmin(-1)[:, :2]
+    for rule in ("token", "block", "coupled"):
+        for draft in (tokens, impossible):
+            verdict = dp.verify(logits, draft, sampling=SamplingParams(temperature=temperature), rule=rule)
+            assert set(verdict.tokens[verdict.tokens >= 0].tolist()) <= set(logits.argmax(-1).flatten().tolist())
+
+
+@pytest.mark.parametrize("size", [1e6, 1e12, 3e38])
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_logits_too_coarse_for_their_temperature_give_the_limit(size, options):
+    """Exponents of such logits would overflow: an infinite log-sum-exp is no distribution, and was taken for one."""
+    logits = torch.randn(1, 2, 300, generator=torch.Generator().manual_seed(1))
+    logits = (logits / logits.abs().max() * size).float()
+    dist = warp(logits, [SamplingParams(temperature=1e-3, **options)])
+    assert torch.equal(dist.probs().argmax(-1), logits.argmax(-1))
+    torch.testing.assert_close(dist.probs().sum(-1), torch.ones(1, 2))
+    assert dp.verify(logits, logits.argmax(-1)[:, :1], sampling=SamplingParams(temperature=1e-3)).accepted.tolist() == [
+        1
+    ]
+
+
+def test_sampling_parameters_can_be_copied_pickled_hashed_and_listed():
+    params = SamplingParams(temperature=0.5, logit_bias={3: 1.5, 7: -2}, seed=4)
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert copy.deepcopy(params) == params
+    assert len({params, replace(params), SamplingParams()}) == 2
+    assert asdict(params)["logit_bias"] == {3: 1.5, 7: -2.0}
+    with pytest.raises(TypeError, match="cannot be changed"):
+        params.logit_bias[3] = 0.0
+
+
+def test_numpy_scalars_are_numbers():
+    params = SamplingParams(
+        temperature=np.float32(0.5), top_k=np.int64(3), seed=np.int32(7), logit_bias={np.int64(2): np.float32(1)}
+    )
+    assert params == SamplingParams(temperature=0.5, top_k=3, seed=7, logit_bias={2: 1.0})
+    assert type(params.top_k) is int
+
+
+def test_a_row_with_a_negative_entry_is_not_a_distribution():
+    rows = torch.tensor([[0.5, 0.5], [-0.1, 1.1], [math.nan, 1.0], [math.inf, 1.0], [0.0, 0.0]])
+    assert dp.Distribution.of(rows).lse.isnan().tolist() == [False, True, True, True, True]

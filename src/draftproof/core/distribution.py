@@ -72,8 +72,12 @@ class Distribution:
 
     @classmethod
     def of(cls, probs: Float[Tensor, "*B V"]) -> "Distribution":
-        """Build distributions from probabilities, or from weights, which are normalised."""
+        """Build distributions from probabilities, or from weights, which are normalised.
+
+        A row with NaN, a negative or an infinite entry is not a distribution: its log-sum-exp is NaN.
+        """
         lse = probs.double().sum(-1).log()
+        lse = lse.masked_fill((probs < 0).any(-1), torch.nan)
         return cls(
             probs.log(),
             torch.ones_like(lse),

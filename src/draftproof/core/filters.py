@@ -24,6 +24,10 @@ FOLDS: Final = 32
 FOLD_BELOW: Final = 8
 """Folding pays if at most one in this many columns has to be searched."""
 
+COARSE: Final = 80.0
+"""Rounding of scale · logit above which a row becomes its limit, a point mass: the next smaller logit that its dtype
+can hold is less than e⁻⁴⁰ as likely then, and exponents of 2 would overflow soon."""
+
 RowStats = tuple[Float[Tensor, " N"], Float[Tensor, " N"], Float[Tensor, " N"], Int[Tensor, " N"]]
 Cutoffs = tuple[Float[Tensor, " N"], Float[Tensor, " N"]]
 
@@ -41,7 +45,13 @@ def filter_stats(
         return scales, torch.full_like(peak, -math.inf), lse, argmax(logits)
     cutoff, lse = _cut(logits, scale, peak, top_k, top_p, min_p)
     point = torch.full_like(peak, PAD, dtype=torch.long)
-    return scales, cutoff, torch.where(sound, lse, math.nan), point
+    # a log-sum-exp that overflowed is not one: NaN says so, where +inf would be taken for a distribution
+    lse = torch.where(sound & torch.isfinite(lse), lse, math.nan)
+    if is_cpu(logits.device):
+        coarse = sound & (peak.abs().double() * (scale * torch.finfo(peak.dtype).eps) > COARSE)
+        if bool(coarse.any()):
+            point[coarse], lse[coarse] = argmax(logits[coarse]), 0.0
+    return scales, cutoff, lse, point
 
 
 def _cut(

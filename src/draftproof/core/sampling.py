@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,18 +14,42 @@ from draftproof.core.device import is_cpu
 from draftproof.core.distribution import Distribution, DraftVocab
 from draftproof.core.filters import filter_stats
 from draftproof.core.penalties import any_edits, edited, edited_without_sync
-from draftproof.core.types import Draft, History
+from draftproof.core.types import PAD, Draft, History
 
-Number = int | float
+if TYPE_CHECKING:
+    Number = int | float
+    Whole = int
+else:  # numpy's scalars are taken too, and become Python's
+    Number, Whole = Real, Integral
 
-NO_BIAS: Mapping[int, Number] = MappingProxyType({})
+GREEDY_BELOW: Final = 1e-5
+"""Temperatures below this are greedy, as in vLLM: float32 logits of ordinary size are coarser than such a temperature,
+so that its distribution would be the rounding of the logits."""
+
+
+class FrozenBias(dict[int, float]):
+    """A logit bias that cannot be changed, so that sampling parameters can be hashed, copied and pickled."""
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise TypeError("logit_bias cannot be changed: make new sampling parameters with dataclasses.replace")
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _refuse  # type: ignore[assignment]
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type["FrozenBias"], tuple[dict[int, float]]]:
+        return FrozenBias, (dict(self),)
+
+
+NO_BIAS: Final = FrozenBias()
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling parameters of one request, under the names and definitions the field uses.
 
-    temperature         0 is greedy: the most likely token, the first one if several are equal
+    temperature         0 is greedy: the most likely token, the first one if several are equal; so is what is below 1e-5
     top_k               only the k most likely tokens; None is off
     top_p               only the most likely tokens that together reach this mass; 1 is off
     min_p               only tokens at least this fraction as likely as the most likely one; 0 is off
@@ -36,14 +61,14 @@ class SamplingParams:
     """
 
     temperature: Number = 1.0
-    top_k: int | None = None
+    top_k: Whole | None = None
     top_p: Number = 1.0
     min_p: Number = 0.0
     repetition_penalty: Number = 1.0
     presence_penalty: Number = 0.0
     frequency_penalty: Number = 0.0
-    logit_bias: Mapping[int, Number] = field(default_factory=lambda: NO_BIAS)
-    seed: int | None = None
+    logit_bias: Mapping[Whole, Number] = field(default_factory=lambda: NO_BIAS)
+    seed: Whole | None = None
 
     def __post_init__(self) -> None:
         self._check_number("temperature", 0.0, math.inf, "0 is greedy")
@@ -54,17 +79,30 @@ class SamplingParams:
         self._check_number("repetition_penalty", 0.0, math.inf, "1 is off", above=True)
         self._check_number("presence_penalty", -math.inf, math.inf, "0 is off")
         self._check_number("frequency_penalty", -math.inf, math.inf, "0 is off")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, such as {{42: -5.0}}; got {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
-            if not _whole(token) or token < 0 or math.isnan(bias) or bias == math.inf:
+            if not _whole(token) or token < 0 or not _real(bias) or math.isnan(bias) or bias == math.inf:
                 raise ValueError(
                     f"logit_bias maps token ids ≥ 0 to numbers below infinity; got {{{token!r}: {bias!r}}}"
                 )
         if self.seed is not None and (not _whole(self.seed) or not -(2**63) <= self.seed < 2**63):
             raise ValueError(f"seed must be None or a whole number of 64 bits; got {self.seed!r}")
+        self._normalise()
+
+    def _normalise(self) -> None:
+        """Replace numpy scalars by Python's, a tiny temperature by 0 and a mapping by one that cannot be changed."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        bias = {int(token): float(value) for token, value in values.pop("logit_bias").items()}
+        plain = {name: _python_number(value) for name, value in values.items()}
+        if plain["temperature"] < GREEDY_BELOW:
+            plain["temperature"] = 0.0
+        for name, value in {**plain, "logit_bias": FrozenBias(bias) if bias else NO_BIAS}.items():
+            object.__setattr__(self, name, value)
 
     def _check_number(self, name: str, low: float, high: float, hint: str, *, above: bool = False) -> None:
         value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        number = _real(value) and math.isfinite(value)
         if not number or not low <= value <= high or (above and value == low):
             left = f"({low:g}" if above or low == -math.inf else f"[{low:g}"
             right = f"{high:g})" if high == math.inf else f"{high:g}]"
@@ -82,7 +120,17 @@ class SamplingParams:
 
 
 def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _python_number(value: Any) -> Any:
+    if value is None or type(value) in (int, float):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 _NEUTRAL = SamplingParams()
@@ -124,6 +172,8 @@ def warp(
     if vocab is not None:
         point = torch.where(point >= 0, vocab.ids[point.clamp_min(0)], point)
     plain = all(s.temperature > 0 and s.top_k is None and s.top_p == 1 and s.min_p == 0 for s in samplings)
+    if plain and is_cpu(point.device):
+        plain = not bool((point != PAD).any())  # rows too coarse for their temperature are point masses
     return Distribution(logits, scale, cutoff, lse, point, vocab, plain)
 
 
