@@ -47,3 +47,14 @@ def test_a_wrong_file_is_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ValueError, match=r"mine\.jsonl"):
         read(file)
+
+
+@pytest.mark.parametrize("prompt", [b'"caf\xe9"', rb'"caf\ud800"', b"5"])
+def test_a_prompt_that_is_no_valid_text_is_refused_with_its_line(tmp_path, prompt):
+    file = tmp_path / "prompts.jsonl"
+    good = '{"id": "1", "kind": "chat", "prompt": "one\u2028two"}'.encode()
+    file.write_bytes(good + b'\n{"id": "2", "kind": "chat", "prompt": ' + prompt + b"}\n")
+    with pytest.raises(ValueError, match=r"line 2: wanted .* in valid UTF-8"):
+        read(file)
+    file.write_bytes(good + b"\n")
+    assert read(file)[0].prompt == "one\u2028two"

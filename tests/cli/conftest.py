@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from cli.tiny import save_model
+from draftproof.cli import console
 from draftproof.cli.main import main
 
 
@@ -43,3 +44,9 @@ def run(capsys) -> Callable[..., Ran]:
 def wide_screen(monkeypatch):
     """Ignore the terminal width that xdist passes to its workers; in a narrow one, tables cut off names."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def silent_spinner(monkeypatch):
+    """Never print "Loading …" to a stderr that is no terminal: on a busy machine, loading takes longer than usual."""
+    monkeypatch.setattr(console, "SILENT_SECONDS", 600.0)

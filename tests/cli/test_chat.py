@@ -1,5 +1,7 @@
 """`draftproof chat` in a pseudo-terminal: input, answers, interrupts."""
 
+import io
+import json
 import re
 import sys
 
@@ -51,8 +53,8 @@ def type_in(child, line):
     child.send(line + "\r")
 
 
-def test_a_conversation(terminal, tmp_path):
-    type_in(terminal, "the quick brown fox")
+def test_a_conversation_whose_first_message_has_two_lines(terminal, tmp_path):
+    type_in(terminal, "the quick\x1b\rbrown fox")  # Alt-Enter, which begins a new line
     terminal.expect(r"tokens in [\d.]+ s \([\d.]+ tokens/s\)")
     type_in(terminal, "/help")
     terminal.expect("/compare")
@@ -65,7 +67,8 @@ def test_a_conversation(terminal, tmp_path):
     terminal.expect("   1  ")
     type_in(terminal, "/save talk.json")
     terminal.expect("saved 4 messages")
-    assert (tmp_path / "talk.json").exists()
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert messages[0]["content"] == "the quick\nbrown fox"
     type_in(terminal, "/nonsense")
     terminal.expect("there is no command /nonsense")
     type_in(terminal, "/quit")
@@ -82,6 +85,7 @@ def test_one_prompt_with_three_drafters(terminal):
         terminal.expect(rf"{name}\s+[\d.]+\s+[\d.]+×\s+[\d.]+ s")
         shown += terminal.after
     assert len(re.findall("×", shown)) == 3
+    terminal.expect("a different random draw")
     terminal.expect(PROMPT)
     terminal.sendeof()
     terminal.expect(pexpect.EOF)
@@ -102,3 +106,11 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(chat, tmp_path):
     terminal.expect(PROMPT)
     terminal.sendeof()
     terminal.expect(pexpect.EOF)
+
+
+def test_a_chat_on_a_pipe_names_the_line_that_is_not_utf_8(run, model, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"/seed 1\ncaf\xe9\n")))
+    said = run("chat", "--target", model, "--max-tokens", "4")
+    assert said.status == 2
+    assert "seed 1" in said.out
+    assert "stdin, line 2: not valid UTF-8 (byte 0xe9 at offset 3)" in said.err

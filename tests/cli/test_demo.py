@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 
 def test_the_demo_compares_explains_and_writes_a_page(run, model, tmp_path):
     said = run("demo", "--target", model, "--out", str(tmp_path / "demo"), "--max-tokens", "24")
@@ -26,6 +28,24 @@ def test_explain_as_json_accounts_for_every_token(run, model, draft_model):
     assert len(made["text"]) == made["summary"]["tokens"] == 20
     assert sum(len([s for s in r["slots"] if s["said"]]) + r["closing"]["said"] for r in made["rounds"]) == 20
     assert all(slot["story"]["why"] for r in made["rounds"] for slot in r["slots"])
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_explain_shows_the_seed_and_all_sampling_options_that_were_given(run, model, seed):
+    """Values that are the default of another option must not be taken for their own."""
+    how = ("--target", model, "-n", "4", "--seed", seed, "--top-k", "1", "--min-p", "1", "--temperature", "0.5")
+    settings = json.loads(run("explain", "the fox", *how, "--json").out)["settings"]
+    assert settings["seed"] == seed
+    assert settings["top-k"] == "1"
+    assert settings["min-p"] == "1.0"
+    assert settings["temperature"] == "0.5"
+    assert "top-p" not in settings
+
+
+def test_explain_shows_no_seed_where_none_was_given(run, model):
+    settings = json.loads(run("explain", "the fox", "--target", model, "-n", "4", "--json").out)["settings"]
+    assert settings["temperature"] == "0.7"
+    assert "seed" not in settings
 
 
 def test_explain_writes_a_page(run, model, tmp_path):

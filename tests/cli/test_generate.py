@@ -5,8 +5,18 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from draftproof.cli.engines import sampling_for
+from draftproof.cli.generate import Answer, read_prompts, stats_line, stream_answer
+from draftproof.core.sampling import SamplingParams
+from draftproof.core.types import Deviation
+from draftproof.engine.load import load
+from draftproof.engine.request import Stats
 
 SHORT = ("--max-tokens", "12", "--seed", "3")
 
@@ -33,7 +43,7 @@ def test_stats_go_to_stderr(run, model):
 
 def test_the_prompt_may_come_on_stdin(run, model, monkeypatch):
     wanted = run("generate", "the quick", "--target", model, *SHORT).out
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the quick\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the quick\n")))
     assert run("generate", "--target", model, *SHORT).out == wanted
 
 
@@ -56,6 +66,51 @@ def test_a_stop_string_ends_the_text(run, model):
     middle = whole[5:7]
     said = run("generate", "fox", "--target", model, "--temperature", "0", "--max-tokens", "20", "--stop", middle)
     assert said.out == whole[: whole.index(middle)] + "\n"
+
+
+def test_without_options_the_command_samples_as_the_library_does(run, model):
+    """The tiny model sets no sampling parameters, so the default temperature is 0.7."""
+    engine = load(model)
+    default = getattr(engine, "default_sampling", None) or SamplingParams(temperature=0.7)
+    made = json.loads(run("generate", "fox", "--target", model, "--json", *SHORT).out)
+    assert made["tokens"] == engine.generate("fox", replace(default, seed=3), max_tokens=12).tokens
+
+
+def test_the_default_is_the_model_s_own_and_only_given_options_replace_it():
+    default = SamplingParams(temperature=0.2, top_k=40)
+    engine = SimpleNamespace(default_sampling=default)
+    assert sampling_for(engine, {}) == default
+    assert sampling_for(engine, {"top_k": None, "seed": 1}) == replace(default, top_k=None, seed=1)
+    assert sampling_for(SimpleNamespace(), {}) == SamplingParams(temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--temperature", "0.5"), ("--top-k", "5"), ("--top-p", "0.9"), ("--min-p", "0.1"), ("--seed", "1"),
+        ("--stop", "x"), ("--drafter", "ngram"), ("--rule", "token"), ("--num-draft-tokens", "3"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_beams_refuse_what_they_would_ignore_before_anything_is_loaded(run, flags):
+    said = run("generate", "fox", "--target", "no-such-model", "--num-beams", "2", *flags)
+    assert said.status == 2
+    assert f"leave out {flags[0]}" in said.err
+
+
+@pytest.mark.parametrize("beams", ["0", "-1"])
+def test_fewer_beams_than_one_are_refused(run, beams):
+    said = run("generate", "fox", "--target", "no-such-model", "--num-beams", beams)
+    assert said.status == 2
+    assert "'--num-beams'" in said.err
+
+
+def test_a_line_with_sampling_options_is_refused_under_beam_search(run, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"fox"\n{"prompt": "fox", "seed": 1}')
+    said = run("generate", "--prompts", str(file), "--target", "no-such-model", "--num-beams", "2")
+    assert said.status == 2
+    assert f"{file}, line 2: beam search (--num-beams) would ignore seed" in said.err
 
 
 def test_beams_are_searched(run, model):
@@ -81,16 +136,110 @@ def test_a_file_of_prompts_gives_json_lines_in_order(run, model, tmp_path):
     assert "3 prompts, 0 failed" in said.err
 
 
+def test_the_options_of_a_line_are_honoured(run, model, tmp_path):
+    """Every line has the text that the same options give on the command line."""
+    whole = run("generate", "fox", "--target", model, "--temperature", "0", "--max-tokens", "20").out
+    lines = [
+        {"prompt": "fox", "id": "a"},
+        {"prompt": "fox", "max_tokens": 5, "seed": 8},
+        {"prompt": "fox", "temperature": 0, "max_tokens": 20},
+        {"prompt": "fox", "temperature": 0, "max_tokens": 20, "stop": whole[5:7]},
+        {"prompt": "fox", "top_k": 1, "metadata": {"temperature": 3}},
+        {"prompt": "fox", "temperature": 0, "logit_bias": {"90": 1000}, "max_tokens": 3},
+        {"prompt": "fox", "id": "a", "seed": None},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    said = run("generate", "--prompts", str(file), "--target", model, *SHORT)
+    assert said.status == 0, said.err
+    made = [json.loads(line) for line in said.out.splitlines()]
+
+    def alone(*flags):
+        return json.loads(run("generate", "fox", "--target", model, "--json", *flags).out)["tokens"]
+
+    assert made[0]["tokens"] == made[6]["tokens"] == alone(*SHORT)
+    assert made[1]["tokens"] == alone("--max-tokens", "5", "--seed", "8")
+    assert made[2]["text"] + "\n" == whole
+    assert made[3]["text"] == whole[: whole.index(whole[5:7])]
+    assert made[4]["tokens"] == alone("--top-k", "1", *SHORT)
+    assert made[5]["tokens"] == [90, 90, 90]
+    assert [line["prompt"] for line in made] == ["fox"] * 7
+    assert made[4]["metadata"] == {"temperature": 3}
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("", "no prompts"), ("fox", "line 1: not JSON"), ('{"text": "fox"}', 'an object with "prompt"')],
+    [
+        ("", "no prompts"),
+        ("fox", "line 1: not JSON"),
+        ('{"text": "fox"}', 'an object with "prompt"'),
+        ('"fox"\n\n{"prompt": "fox", "max_new_tokens": 3}', 'line 3: "max_new_tokens" looks like an option'),
+        ('{"prompt": "fox", "temprature": 1}', 'did you mean "temperature"?'),
+        ('{"prompt": "fox", "top-p": 1}', 'did you mean "top_p"?'),
+        ('{"prompt": "fox", "num_beams": 2}', 'into "metadata"'),
+        ('{"prompt": "fox", "temperature": -1}', "line 1: temperature must be a number"),
+        ('{"prompt": "fox", "temperature": "hot"}', "line 1: temperature must be a number"),
+        ('{"prompt": "fox", "top_k": -1}', "line 1: top_k must be 0 (off) or a whole number"),
+        ('{"prompt": "fox", "max_tokens": -1}', "line 1: max_tokens must be a whole number ≥ 0; got -1"),
+        ('{"prompt": "fox", "max_tokens": true}', "line 1: max_tokens must be a whole number"),
+        ('{"prompt": "fox", "stop": 5}', "line 1: stop must be a text"),
+        ('{"prompt": "fox", "stop": ["a", ""]}', "line 1: stop must be a text"),
+        ('{"prompt": "fox", "logit_bias": {"fox": 1}}', "line 1: logit_bias must be an object of token ids"),
+        ('{"prompt": "fox", "logit_bias": {"9": "x"}}', "line 1: logit_bias of token 9 must be a number; got 'x'"),
+        ('{"prompt": "fox", "seed": 1.5}', "line 1: seed must be a whole number; got 1.5"),
+        (b'"fox"\n"f\xf6x"', "line 2: not valid UTF-8 (byte 0xf6 at offset 2)"),
+        ('"fox"\n"f\\ud800x"', "line 2: character 13 is U+D800, a lone surrogate"),
+    ],
 )
 def test_a_wrong_file_is_refused_before_anything_is_loaded(run, tmp_path, text, complaint):
     file = tmp_path / "prompts.jsonl"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     said = run("generate", "--prompts", str(file), "--target", "no-such-model")
     assert said.status == 2
     assert complaint in said.err
+
+
+def test_a_line_separator_inside_a_json_string_does_not_end_the_line(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('\ufeff"one\u2028two"\r\n"three"\n'.encode())
+    assert [item["prompt"] for item in read_prompts(file)] == ["one\u2028two", "three"]
+
+
+def test_invalid_utf_8_on_stdin_is_named(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    said = run("generate", "--target", "no-such-model")
+    assert said.status == 2
+    assert "stdin: not valid UTF-8 (byte 0xe9 at offset 3)" in said.err
+
+
+@pytest.mark.parametrize("command", ["generate", "explain"])
+def test_a_lone_surrogate_in_the_prompt_is_named(run, command):
+    said = run(command, "caf\udce9", "--target", "no-such-model")
+    assert said.status == 2
+    assert "PROMPT: character 3 is U+DCE9, a lone surrogate" in said.err
+
+
+@pytest.mark.parametrize(
+    ("deviation", "shown"),
+    [
+        (0.25, "up to 0.25"),
+        (None, "unknown"),
+        (Deviation(torch.tensor([[0.1, 0.2]]), torch.zeros(1, 2)), "up to 0.3"),
+        (7.0, "up to 1"),
+    ],
+)
+def test_an_answer_that_is_not_exact_says_so(deviation, shown):
+    chunk = SimpleNamespace(text="a", tokens=[1], stats=Stats(), finish_reason="stop", exact=False, deviation=deviation)
+    answer = Answer()
+    assert list(stream_answer(SimpleNamespace(stream=lambda prompt: [chunk]), "fox", {}, answer)) == ["a"]
+    assert stats_line(answer).endswith(f"lossy rule: total variation {shown}")
+    assert answer.as_dict()["exact"] is False
+
+
+def test_an_exact_answer_says_nothing_about_it(run, model):
+    said = run("generate", "fox", "--target", model, "--json", "--stats", *SHORT)
+    assert "lossy" not in said.err
+    assert "exact" not in json.loads(said.out)
 
 
 INTERRUPTIBLE = (  # background jobs of a shell ignore SIGINT, and children inherit that

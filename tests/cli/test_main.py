@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 from pkgutil import iter_modules
 
+import click
 import pytest
 
 from draftproof import cli
-from draftproof.cli import options
+from draftproof.cli import options, prompt_file
 from draftproof.cli.main import COMMANDS
+from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.registry import DRAFTERS, is_name
 from draftproof.rules import RULES
 
@@ -66,7 +69,9 @@ def test_no_command_shows_the_help(run):
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (["genrate"], "No such command 'genrate'"),
+        (["generat"], "No such command 'generat'; did you mean generate?"),
+        (["zzz"], "No such command 'zzz'; the commands are generate, chat"),
+        (["generate", "fox", "--drafter", "ngramm"], "not 'ngramm'; did you mean ngram?"),
         (["explain"], "Missing argument 'PROMPT'"),
         (["generate", "fox", "--rule", "strict"], "'strict' is not one of"),
         (["generate", "fox", "--num-draft-tokens", "many"], "neither 'auto' nor a whole number"),
@@ -102,17 +107,55 @@ def test_drafters_that_do_not_fit_are_refused_with_the_reason(run, model, tmp_pa
     assert said.err.count("\n") == 1
 
 
-def test_wrong_numbers_name_the_option(run, model):
-    said = run("generate", "hello", "--target", model, "--temperature", "-1")
+@pytest.mark.parametrize("command", [("generate", "fox"), ("explain", "fox"), ("chat",), ("bench",)], ids=" ".join)
+def test_a_wrong_temperature_is_refused_before_torch_is_imported(command):
+    arguments = [*command, "--temperature", "-1"]
+    code = f"from draftproof.cli.main import main\ntry: main({arguments})\nexcept SystemExit as e: assert e.code == 2"
+    shown = heavy_modules_after(code)
+    assert "'--temperature': -1.0 is not in the range x>=0." in " ".join(shown)
+    assert shown[-1] == "examples)"
+
+
+WRONG_VALUES = {
+    "temperature": ("-1", "nan", "inf", "hot"),
+    "top-k": ("-1", "2.5"),
+    "top-p": ("0", "1.1", "nan"),
+    "min-p": ("-0.1", "1.1"),
+    "seed": (str(2**63), "1.5"),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in WRONG_VALUES for value in WRONG_VALUES[name]])
+def test_a_wrong_number_is_refused_with_the_name_of_its_option(run, name, value):
+    said = run("generate", "hello", "--target", "no-such-model", f"--{name}", value)
     assert said.status == 2
-    assert "temperature must be a number" in said.err
-    assert run("generate", "hello", "--num-draft-tokens", "many").status == 2
+    assert f"'--{name}'" in said.err
+    assert "None" not in said.err
+
+
+@pytest.mark.parametrize("value", ["-3", "-1", "0", "0.5", "1", "1.5", "7", str(2**62), str(2**63), "inf", "nan"])
+@pytest.mark.parametrize("field", options.SAMPLING)
+def test_options_accept_what_the_library_accepts(field, value):
+    """A top_k of 0 is off on the command line; in the library, off is None."""
+
+    def accepted(make, *errors):
+        try:
+            make()
+        except errors:
+            return False
+        return True
+
+    number = int(value) if value.lstrip("-").isdecimal() else float(value)
+    by_option = accepted(lambda: options.SAMPLING[field].convert(value, None, None), click.BadParameter)
+    by_library = accepted(lambda: SamplingParams(**options.switch_off_zero({field: number})), ValueError, TypeError)
+    assert by_option == by_library
 
 
 def test_the_names_in_help_are_the_names_that_exist():
     assert set(options.RULES) == set(RULES)
     assert set(DRAFTERS) < set(options.DRAFTERS)
     assert all(is_name(name.replace("N", "1")) for name in options.DRAFTERS)
+    assert set(prompt_file.SAMPLING_FIELDS) == {field.name for field in fields(SamplingParams)}
 
 
 def test_a_misspelt_drafter_is_not_looked_for_on_a_hub(run):

@@ -36,3 +36,7 @@ def test_other_models_are_fetched_elsewhere(run):
     said = run("models", "fetch", "Qwen/Qwen3-8B")
     assert said.status == 2
     assert "not bundled" in said.err
+
+
+def test_the_help_says_how_much_memory_the_bundled_model_takes(run):
+    assert "1.6 GB" in " ".join(run("models", "--help").out.split())

@@ -1,13 +1,18 @@
 """The slash commands of a chat."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from draftproof.cli.compare import choices_to_compare, run_side_by_side, same_seed_if_coupled, why_texts_differ
 from draftproof.cli.conversation import Conversation, Settings, load_conversation
 from draftproof.cli.generate import Answer
 from draftproof.cli.options import Choice
 from draftproof.cli.slash import COMMANDS, LeaveChat, run_command
+from draftproof.core.sampling import SamplingParams
 
 SAMPLING = {"temperature": 0.7, "top_k": None, "top_p": 1.0, "min_p": 0.0, "seed": 3}
 
@@ -37,14 +42,28 @@ def test_help_lists_every_command(conversation):
         ("/rule token", "rule token"),
         ("/draft-length 3", "draft length 3"),
         ("/sampling temperature=0.2 top-k=5", "top-k=5"),
+        ("/sampling top-k=0", "top-k=off"),
+        ("/sampling temperature=off", "temperature=1 "),
         ("/seed 11", "seed 11"),
         ("/seed off", "seed off"),
         ("/compare on", "comparison on"),
+        ("/compare on", "/rule coupled makes them equal"),
         ("/rounds on", "shown"),
     ],
 )
 def test_a_command_switches_and_shows(conversation, line, shown):
     assert shown in run_command(conversation, line)
+
+
+def test_default_restores_the_model_s_own_value(conversation, model):
+    engine = conversation.engines.get(Choice(model))
+    conversation.engines.get = lambda choice: SimpleNamespace(default_sampling=SamplingParams(temperature=0.3, top_k=9))
+    assert "temperature=0.3  top-k=9  top-p=1  min-p=0  seed=3" in run_command(
+        conversation, "/sampling temperature=default top-k=default"
+    )
+    assert "top-k=off" in run_command(conversation, "/sampling top-k=off")
+    assert conversation.settings.sampling == {"top_p": 1.0, "min_p": 0.0, "seed": 3, "top_k": None}
+    assert engine.tokenizer is not None
 
 
 def test_a_command_alone_shows_and_changes_nothing(conversation, model):
@@ -61,12 +80,15 @@ def test_a_command_alone_shows_and_changes_nothing(conversation, model):
     ("line", "complaint"),
     [
         ("/nonsense", "/help lists"),
+        ("/rul token", r"no command /rul; did you mean /rule\?"),
+        ("/drafter ngramm", r"no drafter 'ngramm'; did you mean ngram\?"),
         ("/rule strict", "the rules are block"),
         ("/drafter no-such-model", "neither"),
         ("/draft-length long", "neither 'auto'"),
         ("/sampling heat=2", "temperature"),
-        ("/sampling temperature=-1", "temperature must be"),
-        ("/sampling top-k=many", "takes a number"),
+        ("/sampling temperature=-1", "temperature: -1.0 is not in the range"),
+        ("/sampling top-k=many", "top-k: 'many' is not a valid integer"),
+        ("/sampling temperature=0.1 min-p=2", "min-p: 2.0 is not in the range"),
         ("/compare maybe", "must be on or off"),
         ("/save", "/save chat.json"),
         ("/load", "/load chat.json"),
@@ -123,3 +145,27 @@ def test_a_file_that_is_no_conversation_is_refused(conversation, tmp_path):
 def test_quit_leaves_the_chat(conversation):
     with pytest.raises(LeaveChat):
         run_command(conversation, "/quit")
+
+
+def side_by_side(conversation, rule, temperature=1.0):
+    """Answer a prompt with all drafters to compare; return the texts' tokens and the line below them."""
+    choice = replace(conversation.settings.choice, rule=rule)
+    sampling = same_seed_if_coupled(SamplingParams(temperature=temperature), choice)
+    choices = choices_to_compare(choice, conversation.engines.get(choice).hf)
+    arguments = {"sampling": sampling, "max_tokens": 24}
+    answers = run_side_by_side(Console(quiet=True), conversation.engines, choices, "the fox", arguments)
+    return [answer.tokens for answer in answers.values()], why_texts_differ(answers.values(), sampling, choice)
+
+
+def test_a_comparison_of_sampled_texts_says_why_they_differ(conversation):
+    tokens, line = side_by_side(conversation, "block")
+    assert tokens[0] != tokens[1]
+    assert "a different random draw from the same distribution" in line
+    assert "/rule coupled" in line
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [("coupled", 1.0), ("block", 0.0)])
+def test_a_comparison_of_coupled_or_greedy_texts_shows_one_text(conversation, rule, temperature):
+    tokens, line = side_by_side(conversation, rule, temperature)
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert line == "The texts are equal, token for token."

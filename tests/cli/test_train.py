@@ -2,6 +2,11 @@
 
 import json
 
+import pytest
+
+from draftproof.train import api
+from draftproof.train.report import verdict
+
 
 def test_a_head_is_trained_drafts_and_is_trained_further(run, model, tmp_path):
     out, later = tmp_path / "head", tmp_path / "later"
@@ -31,3 +36,15 @@ def test_a_folder_that_is_taken_is_refused_in_one_line(run, model, tmp_path):
     assert said.status == 2
     assert "give --resume to go on with it, or another --out" in said.err
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("per_pass", [1.0, 2.1])
+def test_a_head_that_does_not_help_is_not_recommended(run, tmp_path, monkeypatch, per_pass):
+    figures = {"tokens_per_pass": {"T=1": {"all": per_pass}}}
+    figures["verdict"] = verdict(figures, 0.7)
+    monkeypatch.setattr(api, "train", lambda config, **options: figures)
+    said = run("train", "--target", "some-model", "--out", str(tmp_path / "head"), "--minutes", "0.7")
+    assert said.status == 0, said.err
+    assert ("load it with" in said.out) == (per_pass > 2)
+    assert ("This head does not help yet: 1.00 tokens per pass" in said.out) == (per_pass < 2)
+    assert ("--resume --minutes 30" in said.out) == (per_pass < 2)

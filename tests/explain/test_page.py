@@ -109,6 +109,29 @@ def test_clicks_select(tmp_path):
         assert complaints == []
 
 
+IN_VIEW = (
+    "id => { const box = document.getElementById(id).getBoundingClientRect();"
+    " return box.top >= 0 && box.bottom <= innerHeight; }"
+)
+
+
+@browser
+@pytest.mark.browser
+@pytest.mark.parametrize("key", ["ArrowLeft", "ArrowRight", "Shift+ArrowRight"])
+def test_arrow_keys_change_only_what_is_on_the_screen(key, tmp_path):
+    with opened(write_page(RUNS["drawn"](), tmp_path / "page.html"), 1280) as (tab, complaints):
+        assert not tab.evaluate(IN_VIEW, "story")  # the control: the rounds begin below the fold
+        tab.keyboard.press(key)
+        assert all(tab.evaluate(IN_VIEW, id) for id in ("where", "chips", "detail-title", "story"))
+        place = tab.evaluate("scrollY")
+        tab.keyboard.press(key)
+        assert tab.evaluate("scrollY") == place  # what is visible is not moved
+        tab.evaluate("scrollTo(0, document.body.scrollHeight)")
+        tab.keyboard.press(key)
+        assert tab.evaluate(IN_VIEW, "where")
+        assert complaints == []
+
+
 @browser
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])

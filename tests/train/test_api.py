@@ -56,6 +56,8 @@ def test_the_figures_record_the_training_and_the_evaluation(trained):
     assert 0.5 < figures["held_out"]["mass_kept"] <= 1.0
     assert set(figures["tokens_per_pass"]) == {"T=1", "T=0.7 top-p 0.9", "T=0"}
     assert all(OVERALL in column for column in figures["tokens_per_pass"].values())
+    best = max(column[OVERALL] for column in figures["tokens_per_pass"].values())
+    assert json.loads((out / "figures.json").read_text())["verdict"]["tokens_per_pass"] == best
     assert (out / "acceptance.png").read_bytes().startswith(b"\x89PNG")
     _, meta = load_head(out)
     assert len(meta.ids) == 200

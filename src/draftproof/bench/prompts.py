@@ -20,11 +20,17 @@ def read(path: Path | None = None) -> list[Prompt]:
     """Read a JSON-lines file of objects with "id", "kind" and "prompt"; without a path, the package's own."""
     source = files("draftproof.bench") / "prompts.jsonl" if path is None else path
     prompts = []
-    for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(source.read_bytes().split(b"\n"), 1):  # not splitlines: JSON may contain U+2028
+        if not line.strip():
+            continue
         try:
-            prompts.append(Prompt(**json.loads(line)))
-        except (ValueError, TypeError):
-            raise ValueError(f'{source}, line {number}: wanted {{"id": …, "kind": …, "prompt": …}}') from None
+            prompt = Prompt(**json.loads(line.decode("utf-8")))
+            prompt.prompt.encode("utf-8")  # refuses a lone surrogate, which a tokenizer would not name
+        except (ValueError, TypeError, AttributeError):
+            raise ValueError(
+                f'{source}, line {number}: wanted {{"id": …, "kind": …, "prompt": …}} with texts in valid UTF-8'
+            ) from None
+        prompts.append(prompt)
     if not prompts or len({prompt.id for prompt in prompts}) < len(prompts):
         raise ValueError(f"{source} must hold prompts, each with a different id")
     return prompts

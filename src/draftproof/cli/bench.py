@@ -13,6 +13,7 @@ from draftproof.cli.main import INTERRUPTED
 from draftproof.cli.options import (
     DEVICE_HELP,
     RULES,
+    SAMPLING,
     Choice,
     check_drafter,
     draft_length_option,
@@ -73,7 +74,11 @@ At temperature 0, the default, all decoders should give the same text; the colum
     "--repeats", type=click.IntRange(1), default=1, show_default=True, help="How often each prompt is measured."
 )
 @click.option(
-    "--temperature", type=float, default=0.0, show_default=True, help="Sampling temperature; 0 is greedy decoding."
+    "--temperature",
+    type=SAMPLING["temperature"],
+    default=0.0,
+    show_default=True,
+    help="Sampling temperature; 0 is greedy decoding.",
 )
 @click.option("--device", metavar="NAME", help=DEVICE_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table.")

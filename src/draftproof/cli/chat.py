@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from draftproof.cli.generate import Answer, stats_line
 from draftproof.cli.main import error_line
 from draftproof.cli.options import Choice, engine_options, max_tokens_option, sampling_options
 from draftproof.cli.slash import COMMANDS, LeaveChat, run_command
+from draftproof.cli.text import check_text, decode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 HELP = """Talk to a model, and change drafter, rule and sampling during the conversation.
 
 Lines that begin with a slash are commands: /help lists them, and Tab completes them. The up key recalls earlier
-input. Ctrl-C stops an answer and keeps its text so far. Ctrl-D leaves the chat.
+input. Enter sends a message, Alt-Enter begins a new line in it. Ctrl-C stops an answer and keeps its text so far.
+Ctrl-D leaves the chat.
 
 \b
 Examples:
@@ -73,6 +76,7 @@ def talk(conversation: Conversation) -> None:
 
 
 def _answer(console: "Console", conversation: Conversation, line: str) -> None:
+    check_text(line, "the message")
     if line.startswith("/"):
         console.print(run_command(conversation, line), style="cyan", markup=False, soft_wrap=True)
     elif conversation.settings.compare:
@@ -83,14 +87,17 @@ def _answer(console: "Console", conversation: Conversation, line: str) -> None:
 
 def _answer_side_by_side(console: "Console", conversation: Conversation, line: str) -> None:
     """Answer with several drafters. The answer of the chosen one becomes part of the conversation."""
-    from draftproof.cli.compare import choices_to_compare, run_side_by_side
+    from draftproof.cli.compare import choices_to_compare, run_side_by_side, same_seed_if_coupled, why_texts_differ
     from draftproof.drafters.registry import meant
 
     choice = conversation.settings.choice
     hf = conversation.engines.get(choice).hf
     choices = choices_to_compare(choice, hf)
     prompt = conversation.prompt(line)
-    answers = run_side_by_side(console, conversation.engines, choices, prompt, conversation.options)
+    sampling = same_seed_if_coupled(conversation.sampling, choice)
+    arguments = {**conversation.arguments, "sampling": sampling}
+    answers = run_side_by_side(console, conversation.engines, choices, prompt, arguments)
+    console.print(why_texts_differ(answers.values(), sampling, choice), style="bright_black", markup=False)
     chosen = "plain" if choice.drafter is None else meant(choice.drafter, hf)
     conversation.note(line, answers[chosen].text)
 
@@ -102,9 +109,10 @@ def _stream(console: "Console", conversation: Conversation, line: str) -> None:
     settings, answer = conversation.settings, Answer()
     recorder = Recorder(settings.choice.rule) if settings.rounds and settings.choice.drafter is not None else None
     try:
+        shown = _wrapped(console)
         with closing(conversation.say(line, answer, recorder)) as pieces:
             for piece in pieces:
-                sys.stdout.write(piece)
+                sys.stdout.write(shown(piece))
                 sys.stdout.flush()
     finally:
         console.print()
@@ -112,6 +120,15 @@ def _stream(console: "Console", conversation: Conversation, line: str) -> None:
             console.print(stats_line(answer), style="bright_black", soft_wrap=True)
     if recorder is not None:
         _show_rounds(console, conversation, recorder)
+
+
+def _wrapped(console: "Console") -> Callable[[str], str]:
+    """Return a function that wraps pieces of text between words on a terminal, and leaves them unchanged elsewhere."""
+    if not console.is_terminal:
+        return str
+    from draftproof.cli.wrap import WordWrapper
+
+    return WordWrapper(lambda: console.width).feed
 
 
 def _show_rounds(console: "Console", conversation: Conversation, recorder: "Recorder") -> None:
@@ -128,7 +145,7 @@ def _show_rounds(console: "Console", conversation: Conversation, recorder: "Reco
 
 def _lines(conversation: Conversation) -> Iterator[str]:
     """Yield the lines the user enters that are not blank: from a prompt, or from stdin if it is not a terminal."""
-    read = _line_editor(conversation) if sys.stdin.isatty() else _read_stdin
+    read = _line_editor(conversation) if sys.stdin.isatty() else partial(_read_stdin, count(1))
     while True:
         try:
             line = read()
@@ -140,18 +157,19 @@ def _lines(conversation: Conversation) -> Iterator[str]:
             yield line
 
 
-def _read_stdin() -> str:
-    line = sys.stdin.readline()
+def _read_stdin(numbers: Iterator[int]) -> str:
+    line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
-    return line.rstrip("\n")
+    return decode(line, f"stdin, line {next(numbers)}").rstrip("\n")
 
 
 def _line_editor(conversation: Conversation) -> Callable[[], str]:
-    """Return a function that reads a line with editing, history and completion."""
+    """Return a function that reads a message with editing, history and completion."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     from draftproof.models.bundled import folder
 
@@ -159,13 +177,19 @@ def _line_editor(conversation: Conversation) -> Callable[[], str]:
     history.parent.mkdir(parents=True, exist_ok=True)
     descriptions = {name: command.description for name, command in COMMANDS.items()}
     completer: Any = WordCompleter(list(COMMANDS), meta_dict=descriptions, sentence=True)
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")  # a terminal sends Alt-Enter as these two
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
     session: PromptSession[str] = PromptSession(
-        history=FileHistory(str(history)), completer=completer, complete_while_typing=True
+        history=FileHistory(str(history)), completer=completer, complete_while_typing=True, key_bindings=keys
     )
     return lambda: session.prompt("you › ", bottom_toolbar=lambda: _toolbar(conversation))
 
 
 def _toolbar(conversation: Conversation) -> str:
-    settings = conversation.settings
+    settings, sampling = conversation.settings, conversation.sampling
     modes = [name for name, on in (("compare", settings.compare), ("rounds", settings.rounds)) if on]
-    return " · ".join([str(settings.choice), f"temperature {settings.sampling['temperature']:g}", *modes])
+    return " · ".join([str(settings.choice), f"temperature {sampling.temperature:g}", *modes])

@@ -3,9 +3,10 @@
 Imports rich at the top, so commands import this module inside functions.
 """
 
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,6 +18,9 @@ from draftproof.cli.console import spinner
 from draftproof.cli.engines import Engines
 from draftproof.cli.generate import Answer, stream_answer
 from draftproof.cli.options import Choice
+
+if TYPE_CHECKING:
+    from draftproof.core.sampling import SamplingParams
 
 
 def choices_to_compare(choice: Choice, hf: Any) -> dict[str, Choice]:
@@ -34,8 +38,31 @@ def choices_to_compare(choice: Choice, hf: Any) -> dict[str, Choice]:
     return {"plain": replace(choice, drafter=None)} | {name: replace(choice, drafter=name) for name in names}
 
 
+def same_seed_if_coupled(sampling: "SamplingParams", choice: Choice) -> "SamplingParams":
+    """Return sampling parameters with a seed drawn now if the rule is coupled and none is set.
+
+    The coupled rule gives the text of plain decoding with the same seed; without one, each engine draws its own.
+    """
+    if choice.rule != "coupled" or sampling.seed is not None:
+        return sampling
+    return replace(sampling, seed=secrets.randbits(62))
+
+
+def why_texts_differ(answers: Iterable[Answer], sampling: "SamplingParams", choice: Choice) -> str:
+    """Return a line that says whether the texts are equal and, if not, why that does not mean a loss of quality."""
+    if len({tuple(answer.tokens) for answer in answers}) == 1:
+        return "The texts are equal, token for token."
+    if sampling.temperature == 0 or choice.rule == "coupled":
+        return "The texts differ after two tokens that were equally likely up to rounding."
+    return (
+        "The texts differ because each is a different random draw from the same distribution; drafting does not change "
+        "the distribution. /rule coupled gives all of them the same random numbers: they are then equal, token for "
+        "token."
+    )
+
+
 def run_side_by_side(
-    console: Console, engines: Engines, choices: Mapping[str, Choice], prompt: Any, options: dict[str, Any]
+    console: Console, engines: Engines, choices: Mapping[str, Choice], prompt: Any, arguments: dict[str, Any]
 ) -> dict[str, Answer]:
     """Answer the prompt with each choice, show texts and speeds in columns, and return the answers by name.
 
@@ -45,17 +72,17 @@ def run_side_by_side(
     ready = {name: engines.get(choice) for name, choice in choices.items()}
     with spinner("Warming up"):  # the first passes allocate memory and tune kernels, which would distort the speeds
         for engine in ready.values():
-            engine.generate(prompt, **{**options, "max_tokens": 2})
+            engine.generate(prompt, **{**arguments, "max_tokens": 2})
     if not console.is_terminal:
         for name in choices:
-            for _ in stream_answer(ready[name], prompt, options, answers[name]):
+            for _ in stream_answer(ready[name], prompt, arguments, answers[name]):
                 pass
         console.print(_columns(answers))
         console.print(_speeds(answers))
         return answers
     with Live(_columns(answers), console=console, refresh_per_second=4, vertical_overflow="crop") as live:
         for name in choices:
-            for _ in stream_answer(ready[name], prompt, options, answers[name]):
+            for _ in stream_answer(ready[name], prompt, arguments, answers[name]):
                 live.update(_columns(answers, running=name))
         live.update(Group(_columns(answers), _speeds(answers)))
     return answers

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftproof.cli.engines import Engines
+from draftproof.cli.engines import Engines, sampling_for
 from draftproof.cli.generate import Answer, stream_answer
 from draftproof.cli.options import Choice
 
 if TYPE_CHECKING:
+    from draftproof.core.sampling import SamplingParams
     from draftproof.explain.recorder import Recorder
 
 Message = dict[str, str]
@@ -19,7 +20,11 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class Settings:
-    """How answers are generated and shown. `compare` runs several drafters; `rounds` lists each answer's rounds."""
+    """How answers are generated and shown.
+
+    `sampling` holds the fields that were set; the others are the model's own. `compare` runs several drafters; `rounds`
+    lists each answer's rounds.
+    """
 
     choice: Choice
     sampling: dict[str, Any]
@@ -37,8 +42,14 @@ class Conversation:
     engines: Engines = field(default_factory=Engines)
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {**self.settings.sampling, "max_tokens": self.settings.max_tokens}
+    def sampling(self) -> "SamplingParams":
+        """Return the sampling parameters in use: what was set, else the model's own."""
+        return sampling_for(self.engines.get(self.settings.choice), self.settings.sampling)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `Engine.stream` for an answer."""
+        return {"sampling": self.sampling, "max_tokens": self.settings.max_tokens}
 
     def prompt(self, text: str) -> Any:
         """Return the messages so far and this text; only the text if the model has no chat template."""
@@ -51,7 +62,7 @@ class Conversation:
         """Stream the answer to a text and add both to the messages, also when it is interrupted."""
         engine = self.engines.get(self.settings.choice, recorder)
         try:
-            yield from stream_answer(engine, self.prompt(text), self.options, into)
+            yield from stream_answer(engine, self.prompt(text), self.arguments, into)
         finally:
             self.note(text, into.text)
 

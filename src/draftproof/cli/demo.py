@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -134,13 +134,14 @@ def _summary(plain: Answer, fast: Answer, speedup: float) -> str:
 
 def _explanation(engines: Engines, choice: Choice, max_tokens: int) -> "Explanation":
     """Explain a sampled answer: at temperature 0 the coins would decide nothing."""
+    from draftproof.core.sampling import SamplingParams
     from draftproof.explain.recorder import Recorder
 
     recorder = Recorder(choice.rule)
-    sampling: dict[str, Any] = {"temperature": 0.7, "seed": 7}
-    options = {**sampling, "max_tokens": min(max_tokens, 80)}
+    sampling = SamplingParams(temperature=0.7, seed=7)
+    arguments = {"sampling": sampling, "max_tokens": min(max_tokens, 80)}
     return generate_explanation(
-        engines.get(choice, recorder), QUESTION, options, recorder, describe_settings(choice, sampling), show=False
+        engines.get(choice, recorder), QUESTION, arguments, recorder, describe_settings(choice, sampling), show=False
     )
 
 

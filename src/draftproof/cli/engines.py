@@ -3,6 +3,7 @@
 torch and transformers are imported inside the functions, so that `--help` does not pay for them.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from draftproof.cli.options import Choice
 if TYPE_CHECKING:
     import torch
 
+    from draftproof.core.sampling import SamplingParams
     from draftproof.engine.engine import Engine
     from draftproof.rules import Verifier
 
@@ -88,6 +90,14 @@ def reopen(engine: "Engine", choice: Choice, drafter: Any, verifier: "Verifier |
             tokenizer=engine.tokenizer,
             device=choice.device,
         )
+
+
+def sampling_for(engine: "Engine", given: Mapping[str, Any]) -> "SamplingParams":
+    """Return the sampling parameters of a request: the engine's own defaults, with the given fields in their place."""
+    from draftproof.core.sampling import SamplingParams
+
+    default: SamplingParams = getattr(engine, "default_sampling", None) or SamplingParams(temperature=0.7)
+    return replace(default, **given)
 
 
 def prepare(choice: Choice) -> None:

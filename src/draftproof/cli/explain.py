@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from draftproof.cli.console import screen, spinner
-from draftproof.cli.engines import open_engine
+from draftproof.cli.engines import open_engine, sampling_for
 from draftproof.cli.generate import Answer, stats_line, stream_answer
 from draftproof.cli.options import Choice, engine_options, max_tokens_option, sampling_options
+from draftproof.cli.text import check_text
 
 if TYPE_CHECKING:
+    from draftproof.core.sampling import SamplingParams
     from draftproof.engine.engine import Engine
     from draftproof.explain.explanation import Explanation
     from draftproof.explain.recorder import Recorder
@@ -59,13 +62,15 @@ def explain(
     from draftproof.explain.explanation import write_page
     from draftproof.explain.recorder import Recorder
 
+    check_text(prompt, "PROMPT")
     recorder = Recorder(choice.rule)
     engine = open_engine(choice, recorder)
     if engine.tokenizer is None:
         raise ValueError(f"{choice.target} has no tokenizer, so its tokens cannot be shown as text")
-    options = {**sampling, "max_tokens": max_tokens, "chat": False if raw else None}
+    params = sampling_for(engine, sampling)
+    arguments = {"sampling": params, "max_tokens": max_tokens, "chat": False if raw else None}
     explanation = generate_explanation(
-        engine, prompt, options, recorder, describe_settings(choice, sampling), show=not as_json and html is None
+        engine, prompt, arguments, recorder, describe_settings(choice, params), show=not as_json and html is None
     )
     if as_json:
         sys.stdout.write(json.dumps(explanation.as_dict(), ensure_ascii=False) + "\n")
@@ -73,15 +78,17 @@ def explain(
         click.echo(f"{write_page(explanation, html)}: open it in a browser and step with the arrow keys", err=as_json)
 
 
-def describe_settings(choice: Choice, sampling: dict[str, Any]) -> dict[str, str]:
-    """Return the settings that a page lists; sampling parameters that are off are left out."""
+def describe_settings(choice: Choice, sampling: "SamplingParams") -> dict[str, str]:
+    """Return the settings that a page lists: the temperature, and the sampling parameters that are not off."""
+    off = type(sampling)()
+    names = [f.name for f in fields(sampling) if getattr(sampling, f.name) != getattr(off, f.name)]
     settings = {
         "target": choice.target,
         "drafter": choice.drafter or "none",
         "rule": choice.rule,
         "draft length": choice.num_draft_tokens,
-        **{name.replace("_", "-"): value for name, value in sampling.items() if value not in (None, 0.0, 1.0)},
-        "temperature": sampling["temperature"],
+        "temperature": sampling.temperature,
+        **{name.replace("_", "-"): getattr(sampling, name) for name in names},
     }
     return {name: str(value) for name, value in settings.items()}
 
@@ -89,7 +96,7 @@ def describe_settings(choice: Choice, sampling: dict[str, Any]) -> dict[str, str
 def generate_explanation(
     engine: "Engine",
     prompt: str,
-    options: dict[str, Any],
+    arguments: dict[str, Any],
     recorder: "Recorder",
     settings: dict[str, str],
     *,
@@ -97,7 +104,8 @@ def generate_explanation(
 ) -> "Explanation":
     """Generate a text and explain its rounds; `show` also prints them as they come.
 
-    The engine's rule must be `recorder`. Ctrl-C stops the text; the rounds until then are explained.
+    `arguments` are the keyword arguments of `Engine.stream`. The engine's rule must be `recorder`. Ctrl-C stops the
+    text; the rounds until then are explained.
     """
     from draftproof.explain.explanation import Explanation
 
@@ -105,17 +113,19 @@ def generate_explanation(
     assert engine.tokenizer is not None
     try:
         if show:
-            _show_rounds(engine, prompt, options, answer, recorder)
+            _show_rounds(engine, prompt, arguments, answer, recorder)
         else:
             with spinner("Generating"):
-                for _ in stream_answer(engine, prompt, options, answer):
+                for _ in stream_answer(engine, prompt, arguments, answer):
                     pass
     except KeyboardInterrupt:
         pass
     return Explanation(prompt, settings, recorder.rounds, answer.tokens, answer.stats, engine.tokenizer)
 
 
-def _show_rounds(engine: "Engine", prompt: str, options: dict[str, Any], answer: Answer, recorder: "Recorder") -> None:
+def _show_rounds(
+    engine: "Engine", prompt: str, arguments: dict[str, Any], answer: Answer, recorder: "Recorder"
+) -> None:
     from draftproof.explain.explanation import label
     from draftproof.explain.terminal import legend, show_round
 
@@ -123,7 +133,7 @@ def _show_rounds(engine: "Engine", prompt: str, options: dict[str, Any], answer:
     console, token_label = screen(), partial(label, engine.tokenizer)
     console.print(legend())
     shown = 0
-    for _ in stream_answer(engine, prompt, options, answer):
+    for _ in stream_answer(engine, prompt, arguments, answer):
         for round_ in recorder.rounds[shown:]:
             shown += 1
             show_round(console, shown, round_, token_label)

@@ -5,22 +5,27 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from draftproof.cli.console import spinner
-from draftproof.cli.engines import open_engine
+from draftproof.cli.engines import open_engine, sampling_for
 from draftproof.cli.main import INTERRUPTED
-from draftproof.cli.options import Choice, engine_options, max_tokens_option, sampling_options
+from draftproof.cli.options import SAMPLING, Choice, engine_options, max_tokens_option, sampling_options
+from draftproof.cli.prompt_file import Item, PromptLine, read_prompt_lines, read_prompts
+from draftproof.cli.text import check_text, read_stdin
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from draftproof.engine.engine import Engine
-    from draftproof.engine.request import Stats
+    from draftproof.engine.request import Chunk, Output, Stats
+
+__all__ = ["Answer", "generate", "read_prompts", "stats_dict", "stats_line", "stream_answer"]
 
 HELP = """Continue PROMPT, or text from stdin, and print the answer as it is generated.
 
@@ -33,9 +38,11 @@ Examples:
   draftproof generate "…" --rule coupled --seed 7       same text as --drafter none --seed 7, but faster
   draftproof generate --prompts prompts.jsonl > answers.jsonl
 
-Each line of a --prompts file is a JSON string, or an object with "prompt" (a text or a list of chat messages). Other
-fields of the object set no options; they are copied to its result. The results are JSON objects, one per line, in the
-same order.
+Each line of a --prompts file is a JSON string, or an object with "prompt" (a text or a list of chat messages). The
+object may set "max_tokens", "stop", "seed", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+"presence_penalty", "frequency_penalty" and "logit_bias" for its prompt; they come before the options of the command
+line. Other fields, such as "id", are copied to its result. The results are JSON objects, one per line, in the same
+order.
 
 Ctrl-C stops generating and keeps the text printed so far.
 """
@@ -53,32 +60,90 @@ Ctrl-C stops generating and keeps the text printed so far.
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text. Can be given several times.")
 @click.option(
     "--num-beams", type=click.IntRange(1), default=1,
-    help="Use beam search with this many beams instead of sampling and drafting.",
+    help="Use beam search with this many beams. It does not sample and does not draft, so options for these are "
+    "refused.",
 )  # fmt: skip
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @click.option("--stats", is_flag=True, help="Print speed and acceptance rate to stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object instead of streaming text.")
 def generate(
-    prompt: str | None, prompts: Path | None, choice: Choice, stats: bool, as_json: bool, raw: bool, **rest: Any
+    prompt: str | None, prompts: Path | None, choice: Choice, num_beams: int, stats: bool, as_json: bool, **rest: Any
 ) -> int:
-    options = {**rest.pop("sampling"), **rest, "stop": list(rest["stop"]), "chat": False if raw else None}
+    if prompts is not None and prompt is not None:
+        raise click.UsageError("give PROMPT or --prompts, not both")
+    options = Options(rest["sampling"], rest["max_tokens"], rest["stop"], False if rest["raw"] else None, num_beams)
+    if num_beams > 1:
+        _refuse_with_beams(click.get_current_context())
+        choice = replace(choice, drafter=None)
     if prompts is not None:
-        if prompt is not None:
-            raise click.UsageError("give PROMPT or --prompts, not both")
-        items = read_prompts(prompts)
-        return answer_all(open_engine(choice), items, options, stats=stats)
+        lines = read_prompt_lines(prompts)
+        if num_beams > 1:
+            _refuse_lines_with_beams(lines)
+        return answer_all(open_engine(choice), lines, options, stats=stats)
     text = _prompt_or_stdin(prompt)
     return answer_one(open_engine(choice), text, options, stats=stats, as_json=as_json)
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of a request, as given: `sampling` holds only the fields that were set."""
+
+    sampling: dict[str, Any]
+    max_tokens: int
+    stop: tuple[str, ...]
+    chat: bool | None
+    num_beams: int
+
+    def for_prompt(self, engine: "Engine") -> dict[str, Any]:
+        """Return the keyword arguments of `Engine.stream`, or of `Engine.generate` if there are beams."""
+        if self.num_beams > 1:
+            return {"max_tokens": self.max_tokens, "chat": self.chat, "num_beams": self.num_beams}
+        sampling = sampling_for(engine, self.sampling)
+        return {"sampling": sampling, "max_tokens": self.max_tokens, "stop": list(self.stop), "chat": self.chat}
+
+    def for_lines(self, engine: "Engine", lines: Sequence[PromptLine]) -> dict[str, Any]:
+        """Return the keyword arguments of `Engine.generate` for lines with the same `stop`.
+
+        What a line sets comes before what the command line sets.
+        """
+        max_tokens = [self.max_tokens if line.max_tokens is None else line.max_tokens for line in lines]
+        if self.num_beams > 1:
+            return {"max_tokens": max_tokens, "chat": self.chat, "num_beams": self.num_beams}
+        sampling = [sampling_for(engine, {**self.sampling, **line.sampling}) for line in lines]
+        stop = self.stop if lines[0].stop is None else lines[0].stop
+        return {"sampling": sampling, "max_tokens": max_tokens, "stop": list(stop), "chat": self.chat}
+
+
+def _refuse_with_beams(ctx: click.Context) -> None:
+    """Refuse options of sampling and drafting next to --num-beams: beam search would ignore them."""
+    ignored = ("drafter", "draft_model", "num_draft_tokens", "rule", *SAMPLING, "stop")
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in ignored
+        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise click.UsageError(
+            f"--num-beams is beam search, which neither samples nor drafts and has no stop texts: leave out "
+            f"{', '.join(given)}"
+        )
+
+
+def _refuse_lines_with_beams(lines: Sequence[PromptLine]) -> None:
+    for line in lines:
+        ignored = [*line.sampling, *(["stop"] if line.stop is not None else [])]
+        if ignored:
+            raise ValueError(f"{line.source}: beam search (--num-beams) would ignore {', '.join(ignored)}; remove it")
+
+
 def _prompt_or_stdin(prompt: str | None) -> str:
     if prompt is not None and prompt != "-":
-        return prompt
+        return check_text(prompt, "PROMPT")
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError(
             'no prompt: give one as an argument, as in draftproof generate "Why is the sky blue?", or on stdin'
         )
-    text = sys.stdin.read().rstrip("\n")
+    text = read_stdin().rstrip("\n")
     if not text:
         raise click.UsageError("stdin is empty: give a prompt as an argument or on stdin")
     return text
@@ -100,6 +165,8 @@ class Answer:
     stats: "Stats" = field(default_factory=_no_stats)
     seconds: float = 0.0
     first_token: float | None = None
+    lossy: dict[str, Any] = field(default_factory=dict)
+    """Fields that say how far off a lossy rule is; empty if the rule is exact."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -110,6 +177,7 @@ class Answer:
             "text": self.text,
             "tokens": self.tokens,
             "finish_reason": self.finish_reason,
+            **self.lossy,
             "stats": {
                 **stats_dict(self.stats),
                 "wall_seconds": self.seconds,
@@ -146,35 +214,54 @@ def stats_line(answer: Answer) -> str:
         parts += [accepted, f"mean acceptance length {stats.mean_acceptance_length:.2f}"]
     if stats.rounds:
         parts.append(f"{stats.tokens_per_pass:.2f} tokens per pass")
+    if answer.lossy:
+        distance = answer.lossy["total_variation"]
+        parts.append(f"lossy rule: total variation {'unknown' if distance is None else f'up to {distance:.3g}'}")
     return " · ".join(parts)
 
 
-def stream_answer(engine: "Engine", prompt: Any, options: dict[str, Any], into: Answer) -> Iterator[str]:
-    """Yield the text of each round, which may be empty, and update `into`, so that an interrupt loses nothing."""
+def lossy_fields(output: "Output | Chunk") -> dict[str, Any]:
+    """Return {} for an exact output, else fields that say so, with the total variation from exact text if known.
+
+    The total variation of a text is at most the sum over its positions, and never more than 1.
+    """
+    if getattr(output, "exact", True):
+        return {}
+    deviation = getattr(output, "deviation", None)
+    distance = getattr(deviation, "total_variation", deviation)
+    total = getattr(distance, "sum", lambda: distance)()
+    return {"exact": False, "total_variation": None if total is None else min(1.0, float(total))}
+
+
+def stream_answer(engine: "Engine", prompt: Any, arguments: dict[str, Any], into: Answer) -> Iterator[str]:
+    """Yield the text of each round, which may be empty, and update `into`, so that an interrupt loses nothing.
+
+    `arguments` are the keyword arguments of `Engine.stream`.
+    """
     start = time.perf_counter()
-    for chunk in engine.stream(prompt, **options):
+    for chunk in engine.stream(prompt, **arguments):
         into.seconds = time.perf_counter() - start
         into.first_token = into.seconds if into.first_token is None else into.first_token
         into.text += chunk.text
         into.tokens += chunk.tokens
         into.stats = chunk.stats
         into.finish_reason = chunk.finish_reason or into.finish_reason
+        into.lossy = lossy_fields(chunk)
         yield chunk.text
 
 
-def answer_one(engine: "Engine", prompt: str, options: dict[str, Any], *, stats: bool, as_json: bool) -> int:
+def answer_one(engine: "Engine", prompt: str, options: Options, *, stats: bool, as_json: bool) -> int:
     """Print the answer to one prompt on stdout and return the exit status."""
-    answer = Answer()
+    answer, arguments = Answer(), options.for_prompt(engine)
     status = 0
     try:
-        if options["num_beams"] > 1:
-            _beam_search(engine, prompt, options, answer)
+        if options.num_beams > 1:
+            _beam_search(engine, prompt, arguments, answer)
             if not as_json:
                 sys.stdout.write(answer.text)
         else:
-            del options["num_beams"]
             with _spinner_if(as_json):
-                for piece in stream_answer(engine, prompt, options, answer):
+                for piece in stream_answer(engine, prompt, arguments, answer):
                     if not as_json:
                         sys.stdout.write(piece)
                         sys.stdout.flush()
@@ -197,41 +284,15 @@ def _spinner_if(as_json: bool) -> Iterator[None]:
         yield
 
 
-def _beam_search(engine: "Engine", prompt: str, options: dict[str, Any], into: Answer) -> None:
+def _beam_search(engine: "Engine", prompt: str, arguments: dict[str, Any], into: Answer) -> None:
     start = time.perf_counter()
-    with spinner(f"Searching with {options['num_beams']} beams"):
-        output = engine.generate(prompt, **options)
-    assert not isinstance(output, list)
+    with spinner(f"Searching with {arguments['num_beams']} beams"):
+        output = engine.generate(prompt, **arguments)
     into.text, into.tokens, into.finish_reason = output.text, output.tokens, output.finish_reason
     into.stats, into.seconds = output.stats, time.perf_counter() - start
 
 
-Item = dict[str, Any]
-"""A line of a prompt file: "prompt", and other fields that are copied to its result."""
-
-
-def read_prompts(path: Path) -> list[Item]:
-    """Read a JSON-lines file of prompts; a line that is a string becomes an object with "prompt"."""
-    items = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f'{path}, line {number}: not JSON ({error.msg}). A line must be "text" or {{"prompt": …}}'
-            ) from None
-        item = {"prompt": value} if isinstance(value, str) else value
-        if not isinstance(item, dict) or not isinstance(item.get("prompt"), (str, list)):
-            raise ValueError(f'{path}, line {number}: must be a JSON string or an object with "prompt"')
-        items.append(item)
-    if not items:
-        raise ValueError(f"{path} contains no prompts")
-    return items
-
-
-def answer_all(engine: "Engine", items: Sequence[Item], options: dict[str, Any], *, stats: bool) -> int:
+def answer_all(engine: "Engine", lines: Sequence[PromptLine], options: Options, *, stats: bool) -> int:
     """Print one JSON line per prompt, in their order, and return the exit status.
 
     Lines are written batch by batch, so Ctrl-C loses only the batch in progress.
@@ -239,8 +300,8 @@ def answer_all(engine: "Engine", items: Sequence[Item], options: dict[str, Any],
     start, tokens, failed = time.perf_counter(), 0, 0
     try:
         with _progress() as progress:
-            task = progress.add_task("Generating", total=len(items))
-            for group in _groups(items, engine.limits.max_batch):
+            task = progress.add_task("Generating", total=len(lines))
+            for group in _groups(lines, engine.limits.max_batch):
                 for result in _results(engine, group, options):
                     tokens += len(result["tokens"])
                     failed += result["finish_reason"] == "error"
@@ -252,22 +313,25 @@ def answer_all(engine: "Engine", items: Sequence[Item], options: dict[str, Any],
     if stats:
         seconds = time.perf_counter() - start
         speed = f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s)"
-        print(f"{len(items)} prompts, {failed} failed · {speed}", file=sys.stderr)
+        print(f"{len(lines)} prompts, {failed} failed · {speed}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _results(engine: "Engine", group: Sequence[Item], options: dict[str, Any]) -> Iterator[Item]:
-    outputs = engine.generate([item["prompt"] for item in group], **options)
+def _results(engine: "Engine", group: Sequence[PromptLine], options: Options) -> Iterator[Item]:
+    outputs = engine.generate([line.item["prompt"] for line in group], **options.for_lines(engine, group))
     assert isinstance(outputs, list)
-    for item, output in zip(group, outputs, strict=True):
+    for line, output in zip(group, outputs, strict=True):
         result = {"text": output.text, "tokens": output.tokens, "finish_reason": output.finish_reason}
         failure = {"error": output.error} if output.error else {}
-        yield {**item, **result, **failure, "stats": stats_dict(output.stats)}
+        yield {**line.item, **result, **failure, **lossy_fields(output), "stats": stats_dict(output.stats)}
 
 
-def _groups(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+def _groups(lines: Sequence[PromptLine], size: int) -> Iterator[Sequence[PromptLine]]:
+    """Split the lines, in their order, into batches of at most this size; a batch has the same stop texts."""
+    for _, same in groupby(lines, key=lambda line: line.stop):
+        run = list(same)
+        for start in range(0, len(run), size):
+            yield run[start : start + size]
 
 
 def _progress() -> "Progress":

@@ -8,9 +8,11 @@ from typing import Final, NoReturn
 
 import click
 
+from draftproof.cli.suggest import did_you_mean
+
 COMMANDS: Final[Mapping[str, str]] = {
     name: f"draftproof.cli.{name}"
-    for name in ("generate", "chat", "explain", "bench", "audit", "train", "models", "demo")
+    for name in ("generate", "chat", "explain", "bench", "audit", "train", "models", "demo", "env")
 }
 """The module of each command; the command is the module's attribute of the same name."""
 
@@ -50,6 +52,15 @@ class Commands(click.Group):
         if not any(param.name == "debug" for param in command.params):
             command.params.append(_debug())
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            hint = did_you_mean(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+            raise click.UsageError(f"No such command {name!r}{hint}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 def _debug() -> click.Option:

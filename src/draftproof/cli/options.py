@@ -1,11 +1,14 @@
 """Options that several commands share, and `Choice`, which collects the options that select an engine."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Final
 
 import click
+
+from draftproof.cli.suggest import did_you_mean
 
 RULES: Final = ("block", "token", "coupled", "tree")
 """The names in `draftproof.rules.RULES`, repeated here because importing that module imports torch."""
@@ -13,8 +16,37 @@ RULES: Final = ("block", "token", "coupled", "tree")
 DRAFTERS: Final = ("auto", "ngram", "suffix", "prompt-lookup", "early-exit:N", "head", "suffix+head")
 """The names in `draftproof.drafters.registry`, repeated here because importing that module imports torch."""
 
-SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p", "seed")
-"""The fields of `SamplingParams` that `sampling_options` sets."""
+
+class Finite(click.FloatRange):
+    """A click type for numbers in a range; refuses nan and inf, which `click.FloatRange` accepts."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
+class Seed(click.types.IntParamType):
+    """A click type for whole numbers of 64 bits. Unlike `click.IntRange`, it does not print its range in --help."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not -(2**63) <= number < 2**63:
+            self.fail(f"{value} is not a whole number of 64 bits.", param, ctx)
+        return number
+
+
+SAMPLING: Final[Mapping[str, "click.ParamType[Any]"]] = {
+    "temperature": Finite(min=0),
+    "top_k": click.IntRange(min=0),
+    "top_p": Finite(min=0, max=1, min_open=True),
+    "min_p": Finite(min=0, max=1),
+    "seed": Seed(),
+}
+"""The fields of `SamplingParams` that the commands set, with the values it accepts (and 0 for top_k, which is off).
+
+They are checked here because `SamplingParams` imports torch: a wrong value is refused at once."""
 
 DEVICE_HELP: Final = "Device to run on, such as cuda or cpu. [default: cuda if available, else cpu]"
 
@@ -84,33 +116,38 @@ def engine_options(
     return decorate
 
 
-def sampling_options(*, temperature: float = 0.7) -> Option:
-    """Add sampling options to a command, which receives the fields of `SamplingParams` as one argument, `sampling`."""
+def sampling_options() -> Option:
+    """Add sampling options to a command, which receives those that were given as one argument, `sampling`.
+
+    `engines.sampling_for` takes the others from the model.
+    """
+    helps = {
+        "temperature": "Sampling temperature; 0 is greedy decoding. [default: the model's own, else 0.7]",
+        "top_k": "Sample only from the K most likely tokens; 0 for all. [default: the model's own, else all]",
+        "top_p": "Sample only from the most likely tokens whose total probability reaches P. [default: the model's "
+        "own, else 1]",
+        "min_p": "Sample only from tokens at least this fraction as likely as the most likely token.",
+        "seed": "Random seed: the same seed gives the same text.",
+    }
     options: list[Option] = [
-        click.option(
-            "--temperature", type=float, default=temperature, show_default=True,
-            help="Sampling temperature; 0 is greedy decoding.",
-        ),
-        click.option("--top-k", type=int, help="Sample only from the K most likely tokens."),
-        click.option(
-            "--top-p", type=float, default=1.0,
-            help="Sample only from the most likely tokens whose total probability reaches P.",
-        ),
-        click.option(
-            "--min-p", type=float, default=0.0,
-            help="Sample only from tokens at least this fraction as likely as the most likely token.",
-        ),
-        click.option("--seed", type=int, help="Random seed: the same seed gives the same text."),
-    ]  # fmt: skip
+        click.option(f"--{name.replace('_', '-')}", type=SAMPLING[name], metavar="N", help=words)
+        for name, words in helps.items()
+    ]
 
     def decorate(command: Command) -> Command:
         @wraps(command)
         def with_sampling(**values: Any) -> Any:
-            return command(sampling={field: values.pop(field) for field in SAMPLING}, **values)
+            given = {name: value for name in SAMPLING if (value := values.pop(name)) is not None}
+            return command(sampling=switch_off_zero(given), **values)
 
         return _with(options, with_sampling)
 
     return decorate
+
+
+def switch_off_zero(given: dict[str, Any]) -> dict[str, Any]:
+    """Replace a top_k of 0, which is off in transformers and vLLM, by None, which is off in `SamplingParams`."""
+    return {name: None if name == "top_k" and value == 0 else value for name, value in given.items()}
 
 
 def target_option() -> Option:
@@ -153,9 +190,11 @@ def parse_draft_length(word: str) -> int | str:
 
 def check_drafter(name: str) -> None:
     """Refuse a name that no drafter has; otherwise `load` would look for a model of that name on the hub."""
-    if name != "none" and name.partition(":")[0] not in {known.partition(":")[0] for known in DRAFTERS}:
+    known = ["none", *(drafter.partition(":")[0] for drafter in DRAFTERS)]
+    if name.partition(":")[0] not in known:
         raise click.UsageError(
-            f"--drafter takes {', '.join(DRAFTERS)} or none, not {name!r}; to draft with a model, use --draft-model"
+            f"--drafter takes {', '.join(DRAFTERS)} or none, not {name!r}{did_you_mean(name, known) or '.'} To draft "
+            "with a model, use --draft-model"
         )
 
 

@@ -5,8 +5,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import click
+
 from draftproof.cli.conversation import Conversation, load_conversation
-from draftproof.cli.options import RULES, SAMPLING, Choice, drafter_or_none, parse_draft_length
+from draftproof.cli.options import (
+    DRAFTERS,
+    RULES,
+    SAMPLING,
+    Choice,
+    drafter_or_none,
+    parse_draft_length,
+    switch_off_zero,
+)
+from draftproof.cli.suggest import did_you_mean
 
 
 class LeaveChat(Exception):  # noqa: N818  (a request, not an error)
@@ -26,7 +37,7 @@ def run_command(conversation: Conversation, line: str) -> str:
     """Run a line that begins with a slash and return the line to show. Raises ValueError if that is impossible."""
     name, _, argument = line.strip().partition(" ")
     if name not in COMMANDS:
-        raise ValueError(f"there is no command {name}; /help lists the commands")
+        raise ValueError(f"there is no command {name}{did_you_mean(name, COMMANDS)}; /help lists the commands")
     return COMMANDS[name].run(conversation, argument.strip())
 
 
@@ -54,7 +65,16 @@ def _target(conversation: Conversation, argument: str) -> str:
 def _drafter(conversation: Conversation, argument: str) -> str:
     if not argument:
         return conversation.settings.choice.drafter or "none"
+    _check_drafter(argument)
     return _switch(conversation, drafter=drafter_or_none(argument))
+
+
+def _check_drafter(name: str) -> None:
+    """Refuse a name that is nearly a drafter's; any other may be a model, a folder or a Hugging Face model id."""
+    known = ["none", *(drafter.partition(":")[0] for drafter in DRAFTERS)]
+    hint = did_you_mean(name, known)
+    if hint and name.partition(":")[0] not in known and not Path(name).exists():
+        raise ValueError(f"there is no drafter {name!r}{hint}")
 
 
 def _rule(conversation: Conversation, argument: str) -> str:
@@ -72,7 +92,10 @@ def _draft_length(conversation: Conversation, argument: str) -> str:
 
 
 def _sampling(conversation: Conversation, argument: str) -> str:
-    """Set sampling parameters from pairs such as temperature=0.8 top-p=0.95; "off" restores a default."""
+    """Set sampling parameters from pairs such as temperature=0.8 top-p=0.95, and show those in use.
+
+    The value "off" switches a filter off; "default" restores the model's own value.
+    """
     from draftproof.core.sampling import SamplingParams
 
     wanted = dict(conversation.settings.sampling)
@@ -83,17 +106,21 @@ def _sampling(conversation: Conversation, argument: str) -> str:
             raise ValueError(
                 f"{pair!r} is not NAME=VALUE, as in /sampling temperature=0.8 top-p=0.95 (names: {', '.join(SAMPLING)})"
             )
-        wanted[field] = getattr(SamplingParams(), field) if value == "off" else _number(field, value)
-    SamplingParams(**wanted)  # raises ValueError for a value out of range
-    conversation.settings.sampling = wanted
-    return "  ".join(f"{name.replace('_', '-')}={_format(value)}" for name, value in wanted.items())
+        wanted.pop(field, None)
+        if value != "default":
+            wanted[field] = getattr(SamplingParams(), field) if value == "off" else _number(field, value)
+    conversation.settings.sampling = switch_off_zero(wanted)
+    used = conversation.sampling
+    return "  ".join(f"{field.replace('_', '-')}={_format(getattr(used, field))}" for field in SAMPLING)
 
 
 def _number(field: str, value: str) -> int | float:
+    """Parse a value as the option of this name does."""
     try:
-        return int(value) if field in ("top_k", "seed") else float(value)
-    except ValueError:
-        raise ValueError(f"{field} takes a number; got {value!r}") from None
+        number: int | float = SAMPLING[field].convert(value, None, None)
+    except click.BadParameter as error:
+        raise ValueError(f"{field.replace('_', '-')}: {error.message}") from None
+    return number
 
 
 def _format(value: Any) -> str:
@@ -103,7 +130,7 @@ def _format(value: Any) -> str:
 def _seed(conversation: Conversation, argument: str) -> str:
     if argument:
         _sampling(conversation, f"seed={argument}")
-    return f"seed {_format(conversation.settings.sampling['seed'])}"
+    return f"seed {_format(conversation.sampling.seed)}"
 
 
 def _on_off(argument: str, now: bool) -> bool:
@@ -117,7 +144,10 @@ def _compare(conversation: Conversation, argument: str) -> str:
     conversation.settings.compare = _on_off(argument, conversation.settings.compare)
     if not conversation.settings.compare:
         return "comparison off"
-    return "comparison on: every prompt is answered by plain decoding, by a drafter that samples and by n-grams"
+    return (
+        "comparison on: every prompt is answered by plain decoding, by a drafter that samples and by n-grams. Sampled "
+        "texts differ, as different random draws do; /rule coupled makes them equal"
+    )
 
 
 def _rounds(conversation: Conversation, argument: str) -> str:
@@ -174,7 +204,7 @@ COMMANDS: Final[Mapping[str, SlashCommand]] = {
     ),
     "/sampling": SlashCommand(
         "/sampling [NAME=VALUE …]",
-        "show or change temperature, top-k, top-p, min-p; NAME=off restores the default",
+        "show or change temperature, top-k, top-p, min-p; NAME=off switches one off, NAME=default restores the model's",
         _sampling,
     ),
     "/seed": SlashCommand(

@@ -33,6 +33,9 @@ Examples:
 
 The output folder contains the head (head.safetensors, head.json), its results (figures.json, acceptance.png), and the
 files that --resume needs (work/, which you may delete).
+
+A head that was trained too briefly does not help: the command then says so and how long to train. The finished run is
+continued with --resume and more --minutes.
 """
 
 
@@ -93,7 +96,7 @@ def run_training(options: dict[str, Any], resume: bool, pause_after: float | Non
 
     from draftproof.train import api
     from draftproof.train.config import PausedError, TrainConfig
-    from draftproof.train.report import table
+    from draftproof.train.report import summary
 
     config = TrainConfig(**options)
     console = Console(stderr=True)
@@ -106,10 +109,9 @@ def run_training(options: dict[str, Any], resume: bool, pause_after: float | Non
     out = screen()
     if config.counts:
         out.print(f"Tokens per pass of {config.target_name}, with drafts of 4 tokens:", markup=False)
-        out.print(table(figures["tokens_per_pass"]), markup=False)
-    out.print(
-        f"The head is in {config.out}: load it with load(…, drafter='head:{config.out}')", markup=False, soft_wrap=True
-    )
+    out.print(summary(figures), markup=False, soft_wrap=True)
+    usage = f": load it with load(…, drafter='head:{config.out}')" if figures["verdict"]["helps"] else ""
+    out.print(f"The head is in {config.out}{usage}", markup=False, soft_wrap=True)
     return 0
 
 

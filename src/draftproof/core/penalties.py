@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from draftproof.core.sampling import SamplingParams
 
 
-def any_edits(samplings: "Sequence[SamplingParams]") -> bool:
-    """Tell whether any of these rows has a bias or a penalty."""
-    return any(s.penalises or s.logit_bias for s in samplings)
-
-
 def edited(
     logits: Float[Tensor, "B J R"],
     samplings: "Sequence[SamplingParams]",
@@ -37,8 +32,6 @@ def edited(
 
     At each position the draft tokens before it count as seen.
     """
-    if not any_edits(samplings):
-        return logits
     penalised = [b for b, s in enumerate(samplings) if s.penalises]
     if penalised and history is None:
         raise ValueError(

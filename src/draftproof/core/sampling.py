@@ -13,7 +13,7 @@ from torch import Tensor
 from draftproof.core.device import is_cpu
 from draftproof.core.distribution import Distribution, DraftVocab
 from draftproof.core.filters import filter_stats
-from draftproof.core.penalties import any_edits, edited, edited_without_sync
+from draftproof.core.penalties import edited, edited_without_sync
 from draftproof.core.types import PAD, Draft, History
 
 if TYPE_CHECKING:
@@ -136,6 +136,11 @@ def _python_number(value: Any) -> Any:
 _NEUTRAL = SamplingParams()
 
 
+def any_edits(samplings: Sequence[SamplingParams]) -> bool:
+    """Tell whether any of these rows has a bias or a penalty."""
+    return any(s.penalises or s.logit_bias for s in samplings)
+
+
 def warp(
     logits: Float[Tensor, "B J R"],
     samplings: Sequence[SamplingParams],
@@ -157,7 +162,8 @@ def warp(
     if not logits.is_floating_point():
         raise ValueError(f"logits must be floating point; got {logits.dtype}")
     logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    logits = edited(logits, samplings, history, draft, vocab)
+    if any_edits(samplings):
+        logits = edited(logits, samplings, history, draft, vocab)
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
     filters = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings}

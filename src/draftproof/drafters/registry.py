@@ -111,7 +111,7 @@ def _head(spec: str, folder: str, hf: Any, branches: int, graphs: bool) -> Draft
 
 def _uses_graphs(target: Model | None) -> bool:
     """Tell whether a head should use CUDA graphs: only if its target does not refuse them."""
-    return getattr(getattr(target, "recorder", None), "refusal", None) is None
+    return getattr(getattr(target, "graph_cache", None), "refusal", None) is None
 
 
 def _has_head(hf: Any) -> bool:

@@ -19,9 +19,9 @@ from draftproof import kernels
 from draftproof.core.device import is_cpu, to_device
 from draftproof.core.distribution import LOG2_E, Distribution, DraftVocab, propose
 from draftproof.core.draw import ROW_BY_ROW, chunk_sums, pick
-from draftproof.core.penalties import any_edits, edited_without_sync
+from draftproof.core.penalties import edited_without_sync
 from draftproof.core.rng import Philox, Purpose
-from draftproof.core.sampling import SamplingParams, warp_without_sync
+from draftproof.core.sampling import SamplingParams, any_edits, warp_without_sync
 from draftproof.core.types import PAD, History
 from draftproof.drafters.interface import Context
 

@@ -187,12 +187,19 @@ function showPositions() {
   if (positions.length) at("positions").append(positionPlot(positions));
 }
 
+// Keys act on the whole page. What they change must be on the screen, so scroll to the rounds unless it is.
+function reveal() {
+  const rounds = at("rounds").getBoundingClientRect(), story = at("story").getBoundingClientRect();
+  if (rounds.top < 0 || story.bottom > window.innerHeight) at("rounds").scrollIntoView({ block: "start" });
+}
+
 document.addEventListener("keydown", (event) => {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   if (!by || event.altKey || event.ctrlKey || event.metaKey) return;
   event.preventDefault();
   if (event.shiftKey) stepToken(by);
   else step(by);
+  reveal();
 });
 at("previous").addEventListener("click", () => step(-1));
 at("next").addEventListener("click", () => step(1));

@@ -77,6 +77,7 @@ def train(
     finally:
         if run_folder.begun:
             run_folder.save_spent(budget.spent)
+    figures["verdict"] = reports.verdict(figures, config.minutes)
     figures["seconds"]["all"] = budget.spent
     _save_figures(config, figures)
     if not reports.plot(figures, config.out / "acceptance.png"):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftproof.models.compatibility import decoder_config, furthest, head_size
+from draftproof.models.compatibility import decoder_config, head_size, max_positions
 from draftproof.models.head.taps import shape_for
 from draftproof.train.chat_template import Turns, turns_of
 from draftproof.train.config import Budget, RunFolder
@@ -54,7 +54,7 @@ def make_corpus(
 ) -> Corpus:
     """Load the texts in the folder, and generate more while the budget for data lasts."""
     config, last_wave_seconds = run_folder.config, 0.0
-    length = min(config.length, furthest(decoder_config(model)) or config.length)
+    length = min(config.length, max_positions(decoder_config(model)) or config.length)
     rows = rows_per_wave(model, length)
     while not (files := _files(run_folder.folder)) or _may_grow(run_folder, budget, last_wave_seconds):
         before = budget.spent

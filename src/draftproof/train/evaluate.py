@@ -184,7 +184,6 @@ def count_passes(
         max_tokens=max_tokens,
         go_on=lambda: time.monotonic() < ends,
     )
-    assert isinstance(outputs, list)
     counts: dict[str, PassCounts] = {OVERALL: PassCounts()}
     for prompt, output in zip(used, outputs, strict=True):
         if output.finish_reason == "error":

@@ -1,18 +1,32 @@
 """Report the figures of a training run: versions and step times, a table of tokens per pass, and a plot."""
 
+import itertools
+import math
+import operator
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import transformers
 
 import draftproof
+from draftproof.train.evaluate import DRAFT_TOKENS, OVERALL
 
 Figures = dict[str, Any]
 """The contents of figures.json."""
+
+HELPFUL_TOKENS_PER_PASS: Final = 1.3
+"""Tokens per target pass below which drafting costs as much as it saves: with the shipped head on a CPU, a round with a
+draft of 4 tokens takes 1.25 to 1.32 plain passes (docs/figures.md: 2.20 tokens per pass are 1.76 times as fast)."""
+
+LONGER: Final = 4
+"""Factor by which to train longer a head that does not help yet; less would hardly change its acceptance."""
+
+USUAL_MINUTES: Final = 30.0
+"""Default of --minutes, which is also the least to recommend."""
 
 COLOURS = ("#2b5fd9", "#0b7a5b", "#d9771a")
 
@@ -34,6 +48,42 @@ def step_ms(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for entry in history:
         times.setdefault("single" if len(entry["accepted"]) == 1 else "unrolled", []).append(entry["step_ms"])
     return {kind: statistics.median(ms) for kind, ms in times.items()}
+
+
+def verdict(figures: Figures, minutes: float) -> dict[str, Any]:
+    """Judge whether a head saves time, from its best tokens per pass over the samplings, and advise what to do.
+
+    If they were not counted, they are estimated from the acceptance on held-out texts, at temperature 1.
+    """
+    columns = figures.get("tokens_per_pass", {}).values()
+    overall = [column[OVERALL] for column in columns if OVERALL in column]
+    best = max(overall) if overall else _estimated_tokens_per_pass(figures["held_out"]["accepted"][:DRAFT_TOKENS])
+    return {
+        "tokens_per_pass": best,
+        "counted": bool(overall),
+        "helps": best >= HELPFUL_TOKENS_PER_PASS,
+        "advice": "" if best >= HELPFUL_TOKENS_PER_PASS else _advice(best, bool(overall), minutes),
+    }
+
+
+def _advice(best: float, counted: bool, minutes: float) -> str:
+    figure = f"{best:.2f} tokens per pass at best{'' if counted else ' (estimated)'}"
+    return (
+        f"This head does not help yet: {figure}, where plain decoding has 1 and drafting pays off from about "
+        f"{HELPFUL_TOKENS_PER_PASS}. Train it longer: the same command with --resume --minutes "
+        f"{max(USUAL_MINUTES, LONGER * minutes):g}"
+    )
+
+
+def _estimated_tokens_per_pass(accepted: Sequence[float]) -> float:
+    """Return 1 + the expected accepted tokens of a draft whose tokens are accepted with these probabilities in turn."""
+    return 1 + math.fsum(itertools.accumulate(accepted, operator.mul))
+
+
+def summary(figures: Figures) -> str:
+    """Format the tokens per pass as a table, if they were counted, and add the advice for a head that does not help."""
+    counted = [table(figures["tokens_per_pass"])] if "tokens_per_pass" in figures else []
+    return "\n".join([*counted, *filter(None, [figures["verdict"]["advice"]])])
 
 
 def table(per_pass: Mapping[str, Mapping[str, float]]) -> str:
