@@ -72,6 +72,15 @@ def test_a_near_tie_is_shown_and_not_counted():
     assert not agreement({"a": Fixed(0, 0), "b": Fixed(0)}, toy, [[0]], **how).holds
 
 
+@pytest.mark.parametrize("texts", [((0, 0), (0, 99)), ((0, 0), (0, -1)), ((99, 0), (99, 1))])
+def test_a_token_outside_the_vocabulary_is_a_difference_that_rounding_does_not_explain(texts):
+    toy = Toy(torch.tensor([[3.0, 3.0 - 1e-6, 0.0]]).repeat(3, 1))
+    one, other = (Fixed(*tokens) for tokens in texts)
+    found = agreement({"a": one, "b": other}, toy, [[0]], sampling=SamplingParams(temperature=0), max_tokens=2)
+    assert not found.holds
+    assert not any(difference.near for difference in found.differences)
+
+
 def test_an_empty_comparison_is_refused():
     with pytest.raises(ValueError, match="nothing to compare: 0 decoders"):
         agreement({}, TARGET, PROMPTS, sampling=SamplingParams())

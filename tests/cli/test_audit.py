@@ -5,10 +5,14 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import draftproof as dp
+from auditor import two_tokenizers
+from draftproof.auditor import drafter as auditor_drafter
+from draftproof.cli import audit as audit_command
 from draftproof.engine import load as load_module
+from draftproof.models.head import attach
 from draftproof.models.head import file as headfile
 from draftproof.models.head.network import Head
 from draftproof.models.head.taps import shape_for
@@ -51,10 +55,38 @@ def test_bets_on_a_heads_own_distribution_decide(run, model, prompts, tmp_path, 
     assert certificate.smallest_bias == max(certificate.visible[bet] for bet in drafted)
 
 
-def test_auto_is_the_drafter_it_stands_for(run, model, prompts):
-    said = run("audit", "--target", model, "--drafter", "auto", "--prompts", prompts, "-n", "50", *QUICK)
+def test_the_default_drafter_is_the_engines_and_without_a_head_for_the_target_it_copies(run, model, prompts):
+    said = run("audit", "--target", model, "--prompts", prompts, "-n", "50", *QUICK)
     assert "toward copied text" in said.out
     assert "drafter         NGram" in said.out
+
+
+def test_the_default_drafter_is_the_head_if_one_is_shipped_for_the_target(run, model, prompts, tmp_path, monkeypatch):
+    target = AutoModelForCausalLM.from_pretrained(model)
+    meta = headfile.meta_for(target, tuple(range(40, 140)), target="tiny", training={}, licence="")
+    headfile.save(tmp_path, Head(shape_for(target)), meta)
+    for module in (attach, auditor_drafter):
+        monkeypatch.setattr(module, "SHIPPED", tmp_path)
+    said = run("audit", "--target", model, "--prompts", prompts, "-n", "50", *QUICK)
+    assert said.status == 3, said.out + said.err
+    assert "drafter         Head" in said.out
+    assert "drafter model   a head of 100 tokens" in said.out
+
+
+def test_the_default_drafter_of_other_engines_is_what_they_draft_with(run, model, prompts, monkeypatch):
+    asked = []
+    monkeypatch.setattr(audit_command, "run_audit", lambda choice, settings: asked.append(choice.drafter) or 0)
+    program = ("--engine", "command", "--command", "decode")
+    for options in (
+        (),
+        ("--engine", "transformers"),
+        ("--engine", "transformers-lookup"),
+        ("--engine", "vllm"),
+        program,
+    ):
+        run("audit", *options)
+    run("audit", *program, "--drafter", "suffix")
+    assert asked == ["auto", None, "prompt-lookup", "ngram", None, "suffix"]
 
 
 def test_all_models_are_loaded_in_float32(run, model, draft_model, prompts, monkeypatch):
@@ -71,16 +103,63 @@ def test_greedy_decoding_is_compared(run, model, prompts):
     assert "equality with the likeliest token" in said.out
 
 
-def test_too_little_evidence_exits_with_2_and_can_be_resumed(run, model, prompts, tmp_path):
+def test_too_little_evidence_exits_with_3_and_can_be_resumed(run, model, prompts, tmp_path):
     kept, more = tmp_path / "audit.json", tmp_path / "more.json"
     first = run("audit", "--target", model, "--prompts", prompts, "-n", "100", *QUICK[2:], "--save", str(kept))
-    assert first.status == 2, first.out + first.err
+    assert first.status == 3, first.out + first.err
     assert "not enough evidence" in first.out
     again = run(
         "audit", "--target", model, "--num-draft-tokens", "2", "--resume", str(kept), "-n", "700", "--save", str(more)
     )
-    assert again.status == 2, again.out + again.err
+    assert again.status == 3, again.out + again.err
     assert dp.Certificate.load(more).tokens > dp.Certificate.load(kept).tokens >= 100
+
+
+@pytest.fixture(scope="module")
+def universal(tmp_path_factory):
+    """Return the options of an audit of two models with different tokenizers."""
+    folder = tmp_path_factory.mktemp("universal")
+    target, assistant = two_tokenizers.save(folder)
+    lines = [" ".join(two_tokenizers.SHARED[(7 * i + j) % 30] for j in range(6)) for i in range(8)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    files = ("--target", target, "--draft-model", assistant, "--prompts", str(folder / "prompts.jsonl"))
+    return ("audit", "--engine", "transformers-universal", *files, "--length", "16", "--batch", "8", "-n", "2000")
+
+
+@pytest.mark.statistical
+def test_universal_assisted_generation_of_transformers_5_22_exits_with_1(run, universal):
+    """α = 1e-6 and 2,000 tokens: `tests/auditor/test_universal.py` says why it is biased, and how soon it is found."""
+    said = run(*universal)
+    assert said.status == 1, said.out + said.err
+    assert "verdict: biased" in said.out
+    assert "transformers, universal assisted" in said.out
+
+
+@pytest.mark.statistical
+def test_universal_assisted_generation_with_its_vocabulary_sorted_by_id_exits_with_0(run, universal, monkeypatch):
+    """The control: a mixture of 0.3 with the drafts would have been found."""
+    fast = PreTrainedTokenizerFast
+    monkeypatch.setattr(fast, "get_vocab", two_tokenizers.sorted_by_id(fast.get_vocab))
+    said = run(*universal, "--bias", "0.3")
+    assert said.status == 0, said.out + said.err
+    assert "verdict: no bias found" in said.out
+
+
+OUTSIDE = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    print(json.dumps({"tokens": [7, 10**6]}), flush=True)
+"""
+
+
+def test_a_program_that_emits_a_token_outside_the_vocabulary_is_biased(run, model, prompts, tmp_path):
+    program = tmp_path / "outside.py"
+    program.write_text(OUTSIDE)
+    command = ("--engine", "command", "--command", f"{sys.executable} {program}")
+    said = run("audit", *command, "--target", model, "--prompts", prompts)
+    assert said.status == 1, said.out + said.err
+    assert "impossible token 1000000 at position 1 of text 0: the vocabulary (ids 0 to " in said.out
 
 
 STUBBORN = """
@@ -107,7 +186,7 @@ def test_a_wrong_program_exits_with_1_and_json_says_why(run, model, prompts, tmp
 def test_transformers_own_prompt_lookup_can_be_audited(run, model, prompts):
     how = ("--prompts", prompts, "--length", "8", "--batch", "2", "-n", "16")
     said = run("audit", "--engine", "transformers-lookup", "--target", model, *how)
-    assert said.status == 2, said.out + said.err
+    assert said.status == 3, said.out + said.err
     assert "transformers, prompt lookup" in said.out
     assert "from the decoder's trace" in said.out
 
@@ -118,7 +197,12 @@ def test_transformers_own_prompt_lookup_can_be_audited(run, model, prompts):
         (("--sampling", "warm"), "'warm' is not NAME=NUMBER"),
         (("--sampling", "heat=2"), "names is unknown: heat"),
         (("--sampling", "top_p=2"), "top_p must be a number"),
-        (("--engine", "transformers-assisted"), "needs --draft-model"),
+        (("--alpha", "1"), "1.0 is not in the range 0<x<1"),
+        (("--bias", "nan"), "'--bias': 'nan' is not a finite number"),
+        (("--seed", str(2**62)), "is not in the range"),
+        (("--engine", "transformers-assisted"), "--engine transformers-assisted needs --draft-model"),
+        (("--engine", "transformers-assisted", "--drafter", "early-exit:2"), "needs --draft-model"),
+        (("--engine", "transformers-universal", "--drafter", "head"), "transformers-universal needs --draft-model"),
         (("--engine", "command"), "must be given together"),
     ],
 )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
+from draftproof.auditor import arguments
 from draftproof.auditor.bets import Bettor
 from draftproof.auditor.betting import Betting
 from draftproof.auditor.certificate import Certificate
@@ -53,13 +54,17 @@ def audit(
 ) -> Certificate:
     """Test whether a decoder draws from the target's distribution; stop as soon as the answer is clear.
 
+        prompts = [tokenizer(text)["input_ids"] for text in ("Once upon a time", "1, 2, 3, 1, 2, 3, 1")]
         certificate = audit(engine, model, prompts, sampling=SamplingParams(temperature=0.8))
         print(certificate)
 
     decoder     the decoder under audit: anything with a `decode` method (see `Decoder`), such as an engine
     target      the model whose distribution it should have: a transformers model, a `Model` such as a toy, or a
                 `ReferenceModel`
-    prompts     token ids; each is continued many times, with seeds `seed`, `seed` + 1, …
+    prompts     a list of prompts, each a list of token ids, never text: decoder and target must read the same ids.
+                The target's tokenizer makes them, `tokenizer(text)["input_ids"]`, or for a chat
+                `tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]`. Each is continued
+                many times, with seeds `seed`, `seed` + 1, …
     sampling    the parameters that decoder and target are both given
     alpha       the probability that an exact decoder is called biased
     bias        the smallest share ε of a mixture (1 − ε)·p + ε·bet that must be found; with a small vocabulary the
@@ -67,26 +72,38 @@ def audit(
     max_tokens  tokens to examine at most; default: as many as a small vocabulary needs, otherwise 200,000
     drafter     the decoder's drafter, if known: a draft model, or a function from the preceding tokens to a
                 distribution; "head", "head:folder", "suffix+head" or a `FittedHead`, whose distribution is computed
-                from the target's hidden states; "ngram", "suffix" or "prompt-lookup" for drafts copied from the text
+                from the target's hidden states; a `TranslatedReference` for a draft model with another tokenizer;
+                "ngram", "suffix" or "prompt-lookup" for drafts copied from the text
     length      tokens per text
     batch       texts per call of `decode`
-    tolerance   the relative error of a probability that rounding may cause; default by the model's dtype
+    tolerance   the relative error of a probability that rounding may cause, ≥ 0; default by the model's dtype
     ends        the end-of-text tokens, after which nothing may be emitted; default: the target's generation config.
                 `()` for a decoder that ignores end-of-text tokens on purpose
     method      "joint" (vocabularies up to 16), "bets", "greedy" (temperature 0), or "auto" to choose
     resume      a certificate of the same audit to continue
     watch       called with the current certificate after every batch and at the end
+
+    A wrong argument is refused with a ValueError that names it. A decoder that emits a token outside the target's
+    vocabulary is biased.
     """
-    reference = target if isinstance(target, ReferenceModel) else ReferenceModel(target, tolerance=tolerance)
+    arguments.check_objects(decoder, sampling, method, watch)
+    _check_resume(resume)
+    alpha, bias = arguments.open_share("alpha", alpha), arguments.open_share("bias", bias)
+    counts = {"max_tokens": max_tokens, "length": length, "batch": batch}
+    max_tokens, length, batch = (arguments.count_or_none(name, value) for name, value in counts.items())
+    seed, ends = arguments.first_seed(seed), arguments.end_tokens(ends)
+    reference = _reference(target, arguments.tolerance_or_none(tolerance))
+    rows = arguments.token_ids(prompts, reference.vocab_size)
+    arguments.check_biased_tokens(sampling, reference.vocab_size)
     copying, drafter = copies_text(drafter), resolve_head(drafter, reference.model)
-    ends = reference.ends if ends is None else tuple(ends)
+    ends = reference.ends if ends is None else ends
     method = _method(method, reference, sampling, bool(ends))
     request = AuditRequest(
-        prompts=tuple(map(_ids, prompts)),
+        prompts=rows,
         sampling=sampling,
         alpha=alpha,
         bias=bias,
-        max_tokens=MOST_TOKENS if max_tokens is None else max_tokens,
+        max_tokens=max_tokens or MOST_TOKENS,
         length=length or (DEPTH + 2 if method == "joint" else 16 if reference.vocab_size <= SMALL_VOCABULARY else 64),
         batch=batch or (512 if reference.vocab_size <= SMALL_VOCABULARY else 8),
         seed=seed,
@@ -129,16 +146,26 @@ def _certificates(
         examination.update(texts)
 
 
-def _ids(prompt: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        raise ValueError(f"prompts must be token ids, the same for decoder and target; encode {prompt[:40]!r} first")
-    return tuple(map(int, prompt))
+def _check_resume(resume: object) -> None:
+    if resume is not None and not isinstance(resume, Certificate):
+        raise ValueError(f"resume must be a Certificate, such as Certificate.load(path), or None; got {resume!r:.80}")
+
+
+def _reference(target: Any, tolerance: float | None) -> ReferenceModel:
+    """Return the target as a `ReferenceModel`, which has its tolerance already if it was passed as one."""
+    if not isinstance(target, ReferenceModel):
+        return ReferenceModel(target, tolerance=tolerance)
+    if tolerance is not None:
+        raise ValueError(f"target is a ReferenceModel: set its tolerance in ReferenceModel(…, tolerance={tolerance})")
+    return target
 
 
 def _method(method: Method, reference: ReferenceModel, sampling: SamplingParams, ending: bool) -> Method:
     """Choose the method; `ending` texts may be too short for a joint distribution of three tokens."""
     if method == "greedy" and sampling.temperature != 0:
         raise ValueError(f'method="greedy" needs temperature 0; got {sampling.temperature}')
+    if sampling.temperature == 0 and method not in ("auto", "greedy"):
+        raise ValueError(f'method="{method}" needs a temperature above 0, where tokens are drawn; got temperature 0')
     if sampling.temperature == 0:
         return "greedy"
     small = reference.vocab_size**DEPTH <= CELLS

@@ -22,6 +22,7 @@ from draftproof.auditor.e_process import STRENGTHS, Ticket
 from draftproof.auditor.reference import (
     SMALL_VOCABULARY,
     TILTING,
+    TOLERANCE,
     ReferenceModel,
     TargetDistributions,
     in_use,
@@ -124,7 +125,8 @@ class Table:
     @property
     def finest(self) -> float:
         """Return the mass below which 1 − (the rest) is not accurate to the tolerance."""
-        return 16 * float(torch.finfo(self.dists.log_p.dtype).eps) / self.tolerance
+        tolerance = self.tolerance or TOLERANCE[torch.float64]  # 0 is allowed, and float64 still rounds
+        return 16 * float(torch.finfo(self.dists.log_p.dtype).eps) / tolerance
 
     def both(
         self, name: str, mass: Float[Tensor, " N"], hit: Bool[Tensor, " N"], where: Bool[Tensor, " N"] | None = None

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from draftproof.auditor.bets import Bettor
-from draftproof.auditor.certificate import THE_END, Impossible, Verdict
+from draftproof.auditor.certificate import THE_END, Impossible, Verdict, vocabulary
 from draftproof.auditor.coverage import Coverage, copies, rejections_needed
 from draftproof.auditor.drafter import Drafted
 from draftproof.auditor.e_process import STRENGTHS, Wealth, growth_needed
@@ -27,7 +27,7 @@ from draftproof.auditor.reference import (
     without,
 )
 from draftproof.auditor.settings import AuditRequest, factor_needed
-from draftproof.auditor.texts import Positions, Text
+from draftproof.auditor.texts import Positions, Text, within_vocabulary
 
 METHOD: Final = "bets on every token"
 
@@ -67,14 +67,20 @@ class Betting:
         """Bet on these texts chunk by chunk, and stop when bias is found."""
         if not self.wealth.names:
             self.bettor = replace(self.bettor, traced=any(text.rounds is not None for text in texts))
-        self.coverage.note(texts)
-        numbers = [self.texts + i for i, text in enumerate(texts) if text.tokens]
-        for chunk in self.reference.chunks([text for text in texts if text.tokens]):
+        known, outside = within_vocabulary(texts, self.reference.vocab_size)
+        self.coverage.note(known)
+        numbers = [self.texts + i for i, text in enumerate(known) if text.tokens]
+        for chunk in self.reference.chunks([text for text in known if text.tokens]):
             if self.biased:
                 break
             self._bet(chunk, numbers)
             numbers = numbers[len(chunk) :]
-        self.texts += len(texts)
+        if outside is not None and not self.biased:  # the tokens before it have been bet on
+            where = self.texts + outside.text, outside.position, outside.token
+            self.impossible = Impossible(*where, vocabulary(self.reference.vocab_size))
+            self.tokens += 1
+            self.found_at = self.tokens
+        self.texts += len(known)
 
     def _bet(self, chunk: Sequence[Text], numbers: Sequence[int]) -> None:
         """Bet on one chunk; `numbers` are the numbers of its texts within the audit."""
@@ -83,12 +89,13 @@ class Betting:
         drafted = self.bettor.drafted(dists)
         level = -math.log(self.alpha)
         running = self.wealth.play(self.bettor.tickets(dists, drafted), self.bettor.tolerance, level)
+        settled = len(running)  # fewer than all positions if a bet won
         self._replay(dists, drafted)
-        self._find_impossible(dists, numbers)
-        self.tokens += len(running)
+        self._find_impossible(dists, numbers, settled)
+        self.tokens += settled
         if float(running[-1]) >= level and self.impossible is None:
             self.found_at = self.tokens
-        self.unbet += int((~dists.clear).sum())
+        self.unbet += int((~dists.clear[:settled]).sum())
         self.curve.append((self.tokens, round(float(running[-1]), 4)))
         if len(self.curve) > CURVE_POINTS:
             self.curve = self.curve[1::2]
@@ -101,10 +108,11 @@ class Betting:
         elif self.bettor.copying:
             self.coverage.replayed(*copies(dists.positions.continuation, dists.positions.token))
 
-    def _find_impossible(self, dists: TargetDistributions, numbers: Sequence[int]) -> None:
+    def _find_impossible(self, dists: TargetDistributions, numbers: Sequence[int], settled: int) -> None:
+        """Find the first impossible token among the `settled` positions; one after a bet has won decides nothing."""
         positions = dists.positions
         ended = positions.after_end(self.request.ends)
-        where = (dists.impossible | ended).nonzero()[:, 0]
+        where = (dists.impossible | ended)[:settled].nonzero()[:, 0]
         if not len(where) or self.impossible is not None:
             return
         n = int(where[0])
@@ -243,6 +251,8 @@ def missing(betting: Betting) -> str:
     bias, coverage, seen = betting.request.bias, betting.coverage, visible(betting)
     if coverage.source == "unknown":
         return "how much was drafted is unknown: give a drafter to replay, or a decoder that reports its rounds"
+    if coverage.source == "trace" and not coverage.drafted:
+        return f"nothing was drafted in {coverage.rounds:,} rounds: plain decoding has no drafts that could be verified"
     if not known(betting):
         return "the drafter is unknown: give the draft model, the head, or the name of a drafter that copies"
     if not covered(betting):

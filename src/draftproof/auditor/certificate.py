@@ -13,15 +13,24 @@ from draftproof.auditor.bets import hint
 from draftproof.auditor.coverage import Coverage
 
 Verdict = Literal["no bias found", "biased", "not enough evidence"]
-EXIT_CODES: Final[dict[str, int]] = {"no bias found": 0, "biased": 1, "not enough evidence": 2}
+EXIT_CODES: Final[dict[str, int]] = {"no bias found": 0, "biased": 1, "not enough evidence": 3}
+"""The command's exit status by verdict; 2 is left out, as it is the status of a usage error."""
 
 THE_END: Final = "the end of the text"
 """`Impossible.parameter` of a token after an end-of-text token."""
 
 
+def vocabulary(size: int) -> str:
+    """Return `Impossible.parameter` of a token that is outside the target's vocabulary of this size."""
+    return f"the vocabulary (ids 0 to {size - 1:,})"
+
+
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """An emitted token of probability 0: its text, its position, and the parameter (or THE_END) that rules it out."""
+    """An emitted token of probability 0: its text, its position, and what rules it out.
+
+    `parameter` is the name of a sampling parameter, THE_END, the vocabulary, or a likelier token (greedy decoding).
+    """
 
     text: int
     position: int

@@ -1,7 +1,11 @@
-"""Recompute from the text the distribution that a drafter draws from, or recognise a drafter that copies."""
+"""Recompute from the text the distribution that a drafter draws from, or recognise a drafter that copies.
+
+A draft model, a head, a draft model with another tokenizer, or a function of the preceding tokens can be recomputed.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Final
 
@@ -80,9 +84,10 @@ def as_drafter(drafter: Any) -> ReferenceModel | DistributionOf | None:
     if callable(drafter):
         dist: DistributionOf = drafter
         return dist
+    close = get_close_matches(drafter, (*COPYING, *HEAD_NAMES), n=1) if isinstance(drafter, str) else []
     raise ValueError(
         "drafter must be a draft model, a head, a function from tokens to a distribution, the name of one that copies "
-        f"({', '.join(COPYING)}), or None; got {drafter!r:.80}"
+        f"({', '.join(COPYING)}), or None; got {drafter!r:.80}" + (f"; did you mean {close[0]!r}?" if close else "")
     )
 
 
@@ -123,3 +128,66 @@ class HeadReference(ReferenceModel):
     def describe(self) -> dict[str, str]:
         """Identify the head for a certificate: its vocabulary size and a hash of its weights."""
         return {"model": f"a head of {len(self._head.vocab.ids):,} tokens", "weights": fingerprint(self._head.head)}
+
+
+class TranslatedReference(ReferenceModel):
+    """The reference distribution of a draft model with another tokenizer, over the words that both vocabularies have.
+
+    The text before a position is decoded, and encoded with the draft model's tokenizer. Where a decoder translates
+    differently the bets are weaker, but no less fair. `vocab_size` is the target's.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, model_tokenizer: Any, vocab_size: int) -> None:
+        super().__init__(model)
+        self._tokenizer, self._model_tokenizer = tokenizer, model_tokenizer
+        self._vocab_size = vocab_size
+        shared = shared_words(tokenizer, model_tokenizer)
+        if not shared:
+            raise ValueError("the tokenizers of target and draft model have no word in common: nothing can be drafted")
+        self._target_ids, self._model_ids = (torch.tensor(ids) for ids in zip(*sorted(shared.items()), strict=True))
+
+    def _logits(self, tokens: Int[Tensor, "B T"], scored: int) -> Float[Tensor, "B J V"]:
+        """Return logits after the last `scored` tokens; −inf for words that the draft model lacks."""
+        lengths = range(tokens.shape[1] - scored + 1, tokens.shape[1] + 1)
+        texts = self._tokenizer.batch_decode(
+            [row[:n] for row in tokens.tolist() for n in lengths],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=True,
+        )
+        contexts = [tuple(ids) for ids in self._model_tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        rows = self._shared_logits(contexts)
+        logits = torch.full((len(contexts), self.vocab_size), -torch.inf)
+        logits[:, self._target_ids] = torch.stack([rows[context] for context in contexts])
+        return logits.view(len(tokens), scored, self.vocab_size)
+
+    def _shared_logits(self, contexts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Float[Tensor, " W"]]:
+        """Return the logits of the shared words after each context; uniform after an empty one.
+
+        In sorted order a context comes right before its continuations. Read backwards, one pass over the longest of
+        them serves all contexts that it begins with.
+        """
+        rows: dict[tuple[int, ...], Tensor] = {(): torch.zeros(len(self._model_ids))}
+        longest: tuple[int, ...] = ()
+        for context in sorted(set(contexts) - {()}, reverse=True):
+            if longest[: len(context)] != context:
+                longest = context
+                table = self._pass(torch.tensor([longest]), len(longest)).logits[0].float().cpu()
+            rows[context] = table[len(context) - 1, self._model_ids]
+        return rows
+
+
+def shared_words(tokenizer: Any, other: Any) -> dict[int, int]:
+    """Map ids of the first vocabulary to ids of the other, for words spelled alike up to the sign of a space."""
+    words, space, other_space = tokenizer.get_vocab(), _space_sign(tokenizer), _space_sign(other)
+    shared = {}
+    for word, i in other.get_vocab().items():
+        alike = space + word[1:] if space and other_space and word.startswith(other_space) else word
+        if alike in words:
+            shared[words[alike]] = i
+    return shared
+
+
+def _space_sign(tokenizer: Any) -> str:
+    """Return the first character of the token of a space; empty if a space has no token."""
+    ids = tokenizer(" ", add_special_tokens=False)["input_ids"]
+    return str(tokenizer.convert_ids_to_tokens(ids)[0][0]) if ids else ""

@@ -10,11 +10,11 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from draftproof.auditor.certificate import THE_END, Impossible, Verdict
+from draftproof.auditor.certificate import THE_END, Impossible, Verdict, vocabulary
 from draftproof.auditor.coverage import Coverage, rejections_needed
 from draftproof.auditor.reference import ReferenceModel, tilted
 from draftproof.auditor.settings import AuditRequest
-from draftproof.auditor.texts import Positions, Text
+from draftproof.auditor.texts import Positions, Text, within_vocabulary
 
 METHOD: Final = "equality with the likeliest token"
 
@@ -33,14 +33,19 @@ class Greedy:
 
     def update(self, texts: Sequence[Text]) -> None:
         """Compare every token of these texts with the target's likeliest one."""
-        self.coverage.note(texts)
-        numbers = [self.texts + i for i, text in enumerate(texts) if text.tokens]
-        for chunk in self.reference.chunks([text for text in texts if text.tokens]):
+        known, outside = within_vocabulary(texts, self.reference.vocab_size)
+        self.coverage.note(known)
+        numbers = [self.texts + i for i, text in enumerate(known) if text.tokens]
+        for chunk in self.reference.chunks([text for text in known if text.tokens]):
             if self.wrong is not None:
                 break
             self._compare(chunk, numbers)
             numbers = numbers[len(chunk) :]
-        self.texts += len(texts)
+        if outside is not None and self.wrong is None:
+            where = self.texts + outside.text, outside.position, outside.token
+            self.wrong = Impossible(*where, vocabulary(self.reference.vocab_size))
+            self.tokens += 1
+        self.texts += len(known)
 
     def _compare(self, chunk: Sequence[Text], numbers: Sequence[int]) -> None:
         positions = Positions.of(chunk)

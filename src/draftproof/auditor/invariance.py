@@ -108,11 +108,16 @@ def _difference(
     at = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     emitted, due = (row[at] if at < len(row) else None for row in (one, other))
     near = False
-    if sampling.temperature == 0 and emitted is not None and due is not None:
+    if sampling.temperature == 0 and emitted is not None and due is not None and _known(reference, *one[: at + 1], due):
         positions = Positions.of([Text(prompt, one[: at + 1])])
         scores = tilted(reference.scores(positions), positions, sampling)[-1]
         near = abs(float(scores[emitted] - scores[due])) <= 2 * math.log1p(reference.tolerance(sampling))
     return Difference(run, i, at, emitted, due, near)
+
+
+def _known(reference: ReferenceModel, *tokens: int) -> bool:
+    """Return whether all tokens are in the vocabulary: no rounding explains one that is not."""
+    return all(0 <= token < reference.vocab_size for token in tokens)
 
 
 def _poisson_bound(mean: float, alpha: float) -> int:

@@ -69,6 +69,8 @@ class Joint:
         """Bet on these texts and count them; texts beyond `needed` are not counted."""
         first = self.betting.texts
         self.betting.update(texts)
+        if self.betting.biased:  # the counts no longer matter, and a token outside the vocabulary has no cell
+            return
         counted = texts[: max(0, self.needed - first)]
         short = next((i for i, text in enumerate(counted) if len(text.tokens) < DEPTH), None)
         if short is not None:

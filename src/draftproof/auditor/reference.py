@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from draftproof.auditor.arguments import tolerance_or_none
 from draftproof.auditor.texts import Positions, Text
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import PAD
@@ -81,7 +82,7 @@ class ReferenceModel:
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"{type(model).__name__} has an encoder: the audit reads decoder-only models")
         self.model, self._config = model, config
-        self._tolerance = tolerance
+        self._tolerance = tolerance_or_none(tolerance)
         self._vocab_size: int | None = None if config is not None else int(model.vocab_size)
 
     @property

@@ -1,6 +1,7 @@
 """Hold the arguments of an audit, get its texts from the decoder, and describe it for the certificate."""
 
 import math
+import operator
 import platform
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -8,7 +9,7 @@ from typing import Any
 
 from draftproof.auditor.certificate import Certificate
 from draftproof.auditor.drafter import as_drafter
-from draftproof.auditor.interface import Decoder
+from draftproof.auditor.interface import Decoder, Sample
 from draftproof.auditor.reference import ReferenceModel, in_use
 from draftproof.auditor.texts import Text
 from draftproof.core.sampling import SamplingParams
@@ -16,7 +17,7 @@ from draftproof.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class AuditRequest:
-    """The arguments that determine an audit's result, apart from the decoder and the models.
+    """The arguments that determine an audit's result, apart from the decoder and the models; `audit` has checked them.
 
     Text i continues prompt i mod len(prompts) with seed `seed` + i, in calls of `batch` prompts, up to `length`
     tokens or the first token in `ends`.
@@ -33,17 +34,6 @@ class AuditRequest:
     method: str
     ends: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not self.prompts or not all(self.prompts):
-            raise ValueError(f"prompts must be lists of token ids, none of them empty; got {len(self.prompts)} prompts")
-        for name in ("alpha", "bias"):
-            value = getattr(self, name)
-            if not 0 < value < 1:
-                raise ValueError(f"{name} must lie between 0 and 1; got {value!r}")
-        for name in ("max_tokens", "length", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be ≥ 1; got {getattr(self, name)}")
-
     def texts(self, decoder: Decoder, first: int) -> list[Text]:
         """Ask the decoder for the next batch of texts; `first` is the number of the first one."""
         numbers = range(first, first + self.batch)
@@ -52,10 +42,7 @@ class AuditRequest:
         samples = decoder.decode(prompts, self.sampling, max_tokens=self.length, seeds=seeds)
         if len(samples) != len(prompts):
             raise ValueError(f"the decoder gave {len(samples)} samples for {len(prompts)} prompts")
-        return [
-            Text(prompt, tuple(s.tokens), None if s.rounds is None else tuple(s.rounds))
-            for prompt, s in zip(prompts, samples, strict=True)
-        ]
+        return [_text(first + i, *pair) for i, pair in enumerate(zip(prompts, samples, strict=True))]
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict that JSON can hold.
@@ -75,6 +62,20 @@ class AuditRequest:
     def arguments(self) -> dict[str, Any]:
         """Return the fields as keyword arguments of `audit`."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def _text(number: int, prompt: tuple[int, ...], sample: Sample) -> Text:
+    """Return what the decoder emitted; refuse a sample whose tokens are not whole numbers."""
+    if not isinstance(sample, Sample):
+        raise ValueError(
+            f"text {number}: the decoder must return samples with `tokens` and `rounds`, such as Decoded(tokens); got "
+            f"a {type(sample).__name__}"
+        )
+    try:
+        tokens = tuple(map(operator.index, sample.tokens))
+    except TypeError as error:
+        raise ValueError(f"text {number}: the decoder's tokens must be whole numbers ({error})") from error
+    return Text(prompt, tokens, None if sample.rounds is None else tuple(sample.rounds))
 
 
 def sampling_dict(sampling: SamplingParams) -> dict[str, Any]:

@@ -8,7 +8,7 @@ place are left out: given those, an exact decoder does not (`tests/auditor/test_
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -27,6 +27,27 @@ class Text:
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     rounds: tuple[Round, ...] | None = None
+
+
+class Outside(NamedTuple):
+    """An emitted token that is outside the vocabulary, and where: the text's index, and the position in its output."""
+
+    text: int
+    position: int
+    token: int
+
+
+def within_vocabulary(texts: Sequence[Text], vocab_size: int) -> tuple[list[Text], Outside | None]:
+    """Return the texts up to the first token that is outside the vocabulary, and that token.
+
+    The text with that token is cut off before it, and later texts are dropped: the target has no distribution after it.
+    """
+    for i, text in enumerate(texts):
+        for position, token in enumerate(text.tokens):
+            if not 0 <= token < vocab_size:
+                cut = replace(text, tokens=text.tokens[:position])
+                return [*texts[:i], cut], Outside(i, position, token)
+    return list(texts), None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -12,7 +14,7 @@ from draftproof.cli.console import progress_bar, screen, spinner
 from draftproof.cli.engines import open_engine, prepare, quiet_hosts
 from draftproof.cli.generate import read_prompts
 from draftproof.cli.main import INTERRUPTED
-from draftproof.cli.options import Choice, engine_options
+from draftproof.cli.options import DRAFTERS, Choice, Finite, engine_options
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +24,25 @@ if TYPE_CHECKING:
     from draftproof.core.sampling import SamplingParams
     from draftproof.engine.engine import Engine
 
-ENGINES: Final = ("draftproof", "transformers", "transformers-assisted", "transformers-lookup", "vllm", "command")
+ENGINES: Final = (
+    "draftproof",
+    "transformers",
+    "transformers-assisted",
+    "transformers-universal",
+    "transformers-lookup",
+    "vllm",
+    "command",
+)
+
+ASSISTED: Final = ("transformers-assisted", "transformers-universal")
+"""Engines that need a draft model."""
+
+AUTO: Final[Mapping[str, str | None]] = MappingProxyType(
+    {"transformers": None, "transformers-lookup": "prompt-lookup", "vllm": "ngram", "command": None}
+)
+"""What --drafter auto means for other engines than draftproof; None if nothing is drafted or the drafter is unknown."""
+
+OPEN_SHARE: Final = Finite(min=0, max=1, min_open=True, max_open=True)
 
 HELP = """Test whether a decoder samples from the target's distribution, and report how certain the answer is.
 
@@ -32,18 +52,22 @@ is called biased is at most --alpha, whenever the audit stops.
 
 \b
 Examples:
-  draftproof audit                                             this engine, the bundled model, n-gram drafts
-  draftproof audit --drafter head                              the trained head; also bets on its distribution
+  draftproof audit                                             this engine, the bundled model and its head
+  draftproof audit --drafter ngram                             n-gram drafts
   draftproof audit --drafter early-exit:20 --rule token --sampling temperature=0.8,top_p=0.95
   draftproof audit --engine transformers-assisted --target DIR --draft-model DIR --html audit.html
+  draftproof audit --engine transformers-universal --target DIR --draft-model DIR
   draftproof audit --engine command --command "python my_decoder.py" --drafter ngram
   draftproof audit --save audit.json --max-tokens 20000        begin an audit
   draftproof audit --resume audit.json --max-tokens 100000     continue it
 
-The exit status is 0 if no bias was found, 1 if the decoder is biased, and 2 if there is not enough evidence. Ctrl-C
-stops early and shows the result so far. Models are loaded in float32. A program for --engine command must decode in
-float32 too. For each line {"prompt": [ids], "sampling": {…}, "max_tokens": n, "seed": s} on its stdin, it must write a
-line {"tokens": [ids]} to its stdout.
+The exit status is 0 if no bias was found, 1 if the decoder is biased, and 3 if there is not enough evidence; 2 is a
+usage error. Ctrl-C stops early and shows the result so far. Models are loaded in float32.
+
+transformers-assisted drafts with a model of the same tokenizer, transformers-universal with one of another tokenizer. A
+program for --engine command must decode in float32 too. For each line {"prompt": [ids], "sampling": {…}, "max_tokens":
+n, "seed": s} on its stdin, it must write a line {"tokens": [ids]} to its stdout. Name its drafter with --drafter: no
+decoder is cleared whose drafter is unknown.
 """
 
 
@@ -64,7 +88,7 @@ def sampling_fields(ctx: click.Context, param: click.Parameter, value: str) -> d
     "--engine", type=click.Choice(ENGINES), default="draftproof", show_default=True, help="The decoder to audit."
 )
 @click.option("--command", metavar="TEXT", help="The command line of the program that --engine command audits.")
-@engine_options(drafter="ngram")
+@engine_options()
 @click.option(
     "--sampling", metavar="A=X,B=Y", default="temperature=1", show_default=True, callback=sampling_fields,
     help="Sampling parameters: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, "
@@ -75,11 +99,11 @@ def sampling_fields(ctx: click.Context, param: click.Parameter, value: str) -> d
     help="Your own prompts, in the format of `draftproof generate --prompts`.",
 )  # fmt: skip
 @click.option(
-    "--alpha", type=float, default=1e-6, show_default=True,
+    "--alpha", type=OPEN_SHARE, default=1e-6, show_default=True,
     help="Largest probability of calling an exact decoder biased.",
 )  # fmt: skip
 @click.option(
-    "--bias", type=float, default=0.02, show_default=True,
+    "--bias", type=OPEN_SHARE, default=0.02, show_default=True,
     help="Smallest bias the audit must be able to find: the fraction of tokens that come from another distribution.",
 )  # fmt: skip
 @click.option("--max-tokens", "-n", type=click.IntRange(1), help="Stop after this many tokens. [default: 200000]")
@@ -87,7 +111,7 @@ def sampling_fields(ctx: click.Context, param: click.Parameter, value: str) -> d
 @click.option("--batch", type=click.IntRange(1), help="Texts the decoder generates at a time. [default: 8]")
 @click.option(
     "--seed",
-    type=int,
+    type=click.IntRange(-(2**63), 2**62 - 1),
     default=0,
     show_default=True,
     help="Seed of the first text; the next texts use seed+1, seed+2, …",
@@ -101,11 +125,18 @@ def sampling_fields(ctx: click.Context, param: click.Parameter, value: str) -> d
     help="Continue the audit of a saved certificate, with its prompts and settings. Give the same engine options.",
 )  # fmt: skip
 def audit(choice: Choice, **options: Any) -> int:
-    if options["engine"] == "transformers-assisted" and choice.drafter in (None, "ngram"):
-        raise click.UsageError("--engine transformers-assisted needs --draft-model")
-    if (options["engine"] == "command") != (options["command"] is not None):
+    engine = options["engine"]
+    if engine in ASSISTED and (choice.drafter is None or _is_drafter_name(choice.drafter)):
+        raise click.UsageError(f"--engine {engine} needs --draft-model")
+    if (engine == "command") != (options["command"] is not None):
         raise click.UsageError("--engine command and --command must be given together")
+    if choice.drafter == "auto":
+        choice = replace(choice, drafter=AUTO.get(engine, "auto"))
     return run_audit(choice, AuditSettings(**options))
+
+
+def _is_drafter_name(word: str) -> bool:
+    return word.partition(":")[0] in {name.partition(":")[0] for name in DRAFTERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +168,7 @@ def run_audit(choice: Choice, settings: AuditSettings) -> int:
     earlier = Certificate.load(settings.resume) if settings.resume is not None else None
     engine = _open_target(choice, settings.engine)
     arguments = _audit_arguments(settings, sampling, engine, earlier)
-    drafter = _drafter(choice, engine)
-    decoder = _decoder(choice, settings, engine, drafter)
+    decoder, drafter = _decoder_and_drafter(choice, settings, engine)
     certificate, interrupted = _run(decoder, engine, {**arguments, "drafter": drafter, "resume": earlier})
     if certificate is not None:
         _report(settings, certificate)
@@ -211,6 +241,27 @@ def _drafter(choice: Choice, engine: "Engine") -> Any:
     if is_name(name):
         return meant(name, engine.hf)
     return open_engine(Choice(name, None, device=choice.device), dtype=_precision()).hf
+
+
+def _decoder_and_drafter(choice: Choice, settings: AuditSettings, engine: "Engine") -> "tuple[Decoder, Any]":
+    """Return the decoder to audit, and what the audit can know of its drafter."""
+    if settings.engine == "transformers-universal":
+        return _universal(choice, engine)
+    drafter = _drafter(choice, engine)
+    return _decoder(choice, settings, engine, drafter), drafter
+
+
+def _universal(choice: Choice, engine: "Engine") -> "tuple[Decoder, Any]":
+    """Return transformers' universal assisted generation, and its draft model as the audit reads it."""
+    from draftproof.auditor.decoders import maker
+    from draftproof.auditor.drafter import TranslatedReference
+
+    assistant = _open_target(replace(choice, target=choice.drafter or ""), "transformers")
+    if engine.tokenizer is None or assistant.tokenizer is None:
+        raise ValueError("universal assisted generation needs the tokenizers of both models, and one of them has none")
+    tokenizers = engine.tokenizer, assistant.tokenizer
+    decoder = maker("transformers_universal")(engine.hf, assistant.hf, *tokenizers)
+    return decoder, TranslatedReference(assistant.hf, *tokenizers, engine.model.vocab_size)
 
 
 def _decoder(choice: Choice, settings: AuditSettings, engine: "Engine", drafter: Any) -> "Decoder":

@@ -9,6 +9,7 @@ from draftproof.auditor.interface import Decoder
 _MODULE: Final = {
     "transformers_plain": "transformers",
     "transformers_assisted": "transformers",
+    "transformers_universal": "transformers",
     "transformers_lookup": "transformers",
     "vllm": "vllm",
     "command": "command",

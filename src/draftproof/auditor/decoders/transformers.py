@@ -1,7 +1,8 @@
-"""Audit transformers' `generate`: plain, with a draft model (assisted generation), and with prompt lookup."""
+"""Audit transformers' `generate`: plain, with a draft model of the same or another tokenizer, with prompt lookup."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -43,15 +44,16 @@ class Generate:
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         with torch.random.fork_rng(devices), _default_config(self.model) as ends, _counted_rounds(self.model) as rounds:
             torch.manual_seed(seed)
-            output = self.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
-                eos_token_id=ends or None,
-                pad_token_id=ends[0] if ends else 0,
-                **options,
-                **self.extra,
-            )
+            with _explained():
+                output = self.model.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=max_tokens,
+                    eos_token_id=ends or None,
+                    pad_token_id=ends[0] if ends else 0,
+                    **options,
+                    **self.extra,
+                )
         tokens = tuple(output[0, len(prompt) :].tolist())
         return Decoded(tokens, tuple(rounds) if self.extra else tuple(Round(0, 0) for _ in tokens))
 
@@ -63,10 +65,37 @@ def transformers_plain(model: Any) -> Generate:
 
 def transformers_assisted(model: Any, assistant: Any) -> Generate:
     """Make a decoder of `generate` with a draft model; the assistant's generation config sets the draft length."""
-    config = assistant.generation_config
+    described = _versions() | _draft_settings(assistant)
+    return Generate(model, "transformers, assisted", {"assistant_model": assistant}, described)
+
+
+def transformers_universal(model: Any, assistant: Any, tokenizer: Any, assistant_tokenizer: Any) -> Generate:
+    """Make a decoder of `generate` with a draft model that has another tokenizer (universal assisted generation).
+
+    To bet on the drafts, audit it with drafter=`TranslatedReference(assistant, tokenizer, assistant_tokenizer, V)`.
+    """
+    sizes = [each.config.get_text_config().vocab_size for each in (model, assistant)]
+    if sizes[0] == sizes[1]:
+        raise ValueError(
+            f"target and assistant both have a vocabulary of {sizes[0]}: transformers' generate then takes no second "
+            "tokenizer; audit transformers_assisted (--engine transformers-assisted)"
+        )
+    # generate cuts down the assistant's output layer in place, and finds its work again by the identity of the
+    # tokenizers. On copies, the caller's models stay as they are; the weights are shared.
+    weights = {id(weight): weight for weight in assistant.parameters()}
+    extra = {
+        "assistant_model": deepcopy(assistant, weights),
+        "tokenizer": deepcopy(tokenizer),
+        "assistant_tokenizer": deepcopy(assistant_tokenizer),
+    }
+    return Generate(model, "transformers, universal assisted", extra, _versions() | _draft_settings(assistant))
+
+
+def _draft_settings(assistant: Any) -> dict[str, str]:
+    """Return the settings of the assistant's generation config that determine what is drafted."""
     names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-    settings = {name: str(getattr(config, name)) for name in names if getattr(config, name, None) is not None}
-    return Generate(model, "transformers, assisted", {"assistant_model": assistant}, _versions() | settings)
+    settings = {name: getattr(assistant.generation_config, name, None) for name in names}
+    return {name: str(value) for name, value in settings.items() if value is not None}
 
 
 def transformers_lookup(model: Any, n: int = LOOKUP_TOKENS) -> Generate:
@@ -103,6 +132,20 @@ def _versions() -> dict[str, str]:
     import transformers
 
     return {"transformers": transformers.__version__, "torch": torch.__version__}
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Explain a failure of transformers 5.22: it misses an attribute if the target has every word of the assistant."""
+    try:
+        yield
+    except AttributeError as error:
+        if error.name != "assistant_overlap_token_ids":
+            raise
+        raise RuntimeError(
+            "transformers' generate failed: it cannot sample with an assistant of another tokenizer if the target has "
+            f"every word of the assistant ({error})"
+        ) from error
 
 
 @contextmanager
