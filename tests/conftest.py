@@ -1,23 +1,23 @@
-"""What every test runs under: no model hub, and one bundled model for the whole session."""
+"""Set up all tests: no model hub, fixed hypothesis examples, one bundled model for the session, the controls table."""
 
 import os
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test that asks a hub should fail at once
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test that needs a hub must fail at once
 if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # chosen when Triton is imported, which torch may do at any time
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which torch may do at any time
 
 import pytest
 from hypothesis import settings
 
-# Every run tries the same examples: a test that fails for one in a million is found by looking, not by landing.
+# Every run tries the same examples, so that a failure is reproducible.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """(model, tokenizer) of the bundled model, out of the user's own cache: fetched once for each machine."""
+    """Return (model, tokenizer) of the bundled model from the user's cache: downloaded once for each machine."""
     from draftproof.models import bundled
 
     try:
@@ -39,11 +39,11 @@ total variation between the distribution of the output and the target's.
 
 
 def pytest_addoption(parser):
-    parser.addoption("--write-controls", action="store_true", help="keep the table of controls in docs/controls.md")
+    parser.addoption("--write-controls", action="store_true", help="write the table of controls to docs/controls.md")
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Print which test caught which wrong verifier, and keep the table if asked to."""
+    """Print which test caught which wrong verifier; with --write-controls, write the table to the documentation."""
     reports = terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", [])
     rows = [value for report in reports for name, value in report.user_properties if name == "control"]
     if rows:

@@ -1,8 +1,9 @@
-"""Wrong verifiers, taken from real defects (design notes: TRAPS, ALGORITHMS): each must be caught by the same tests.
+"""Wrong verifiers with real defects of published implementations: each must fail the tests that the exact rules pass.
 
-A wrong *judge* is caught by enumeration, without sampling. A wrong *verifier*, which misuses its noise, has the right
-judgement and the wrong coins: only sampling in a loop shows it. A wrong *drafter* declares another distribution than it drew
-from. `test_controls.py` runs them all and prints which test caught which; `docs/controls.md` keeps that table.
+A wrong *stop table* is caught by enumeration, without sampling. A wrong *verifier* has the right stop table and misuses
+its random numbers: only sampling in a loop detects it. A wrong *drafter* declares another distribution than it drew
+from. `test_controls.py` runs all of them and prints which test caught which; `docs/controls.md` is that table. Its
+descriptions are the docstrings below.
 """
 
 import torch
@@ -24,7 +25,7 @@ from draftproof.rules.token import token as token_rule
 from draftproof.rules.tree import Walk
 from draftproof.rules.tree import stop_table as tree_stop_table
 
-# ------------------------------------------------------------------ wrong judges: caught by enumeration
+# ------------------------------------------------------------------ wrong stop tables: caught by enumeration
 
 
 def dense(p: Distribution) -> Tensor:
@@ -61,14 +62,14 @@ def residual_not_clamped(p: Distribution, draft: Draft) -> StopTable:
 
 
 def coins_times_nine_tenths(p: Distribution, draft: Draft) -> StopTable:
-    """Keeps a little more than it should: min(1, p/(0.9·q))."""
+    """Accepts a little more than it should: min(1, p/(0.9·q))."""
     right = token_stop_table(p, draft)
     keep = (log_ratios(p, draft).exp() / 0.9).clamp_max(1).masked_fill(~real(draft), 0.0)
     return StopTable(right.node, torch.cat([1 - keep, right.chance[:, -1:]], 1), right.closing)
 
 
 def bonus_from_the_residual(p: Distribution, draft: Draft) -> StopTable:
-    """After a draft that was kept whole, the closing token is drawn as if its last token had been rejected."""
+    """After a fully accepted draft, the bonus token is drawn as if the last draft token had been rejected."""
     right = token_stop_table(p, draft)
     dists = right.closing.clone()
     rows = torch.arange(len(draft.tokens))
@@ -84,7 +85,7 @@ def block_stops_at_the_first_failure(p: Distribution, draft: Draft) -> StopTable
     """Scans from the front and keeps up to the first failed coin, not to the deepest success."""
     right = block_stop_table(p, draft)
     B, S = right.node.shape
-    order = (draft.lengths[:, None] - torch.arange(S)).clamp_min(0)  # the same stations, front first
+    order = (draft.lengths[:, None] - torch.arange(S)).clamp_min(0)  # the same stopping points, front first
     keep = torch.ones((B, S), dtype=torch.float64).scatter(1, right.node, right.chance)  # chance to keep i tokens
     goes_on = torch.cat([keep[:, 1:], torch.zeros(B, 1).double()], 1)
     at = torch.arange(S).expand(B, S)
@@ -103,7 +104,7 @@ def block_last_test_uncapped(p: Distribution, draft: Draft) -> StopTable:
 
 
 def block_with_the_token_residual(p: Distribution, draft: Draft) -> StopTable:
-    """Block thresholds, but the closing distribution of token verification: the weight forgotten."""
+    """Block thresholds with the residual of token verification: the block weight is forgotten."""
     right, token_distributions = block_stop_table(p, draft), token_stop_table(p, draft).closing
     dists = token_distributions.gather(1, right.node[..., None].expand_as(token_distributions))
     return StopTable(right.node, right.chance, dists)
@@ -132,17 +133,17 @@ def raw_q_for_sharpened_drafts(p: Distribution, draft: Draft) -> StopTable:
 
 def siblings_against_the_same_p(p: Distribution, draft: Draft) -> StopTable:
     """A tree whose rejected slots are not taken out of the parent's distribution."""
-    kept = Walk._reject
+    right = Walk._reject
     try:
         Walk._reject = lambda self, rows, node: None  # type: ignore[method-assign]
         return tree_stop_table(p, draft)
     finally:
-        Walk._reject = kept  # type: ignore[method-assign]
+        Walk._reject = right  # type: ignore[method-assign]
 
 
 def traversal_weight_of_a_port(p: Distribution, draft: Draft) -> StopTable:
     """The parent's weight becomes Z/(1 − q(rejected token)) instead of Z/(Z + 1 − w)."""
-    kept = Walk._reject
+    right = Walk._reject
 
     def wrong(self: Walk, rows: Tensor, node: Tensor) -> None:
         parent = self.shape.parent[rows, node - 1]
@@ -157,10 +158,10 @@ def traversal_weight_of_a_port(p: Distribution, draft: Draft) -> StopTable:
         Walk._reject = wrong  # type: ignore[method-assign]
         return tree_stop_table(p, draft)
     finally:
-        Walk._reject = kept  # type: ignore[method-assign]
+        Walk._reject = right  # type: ignore[method-assign]
 
 
-def siblings_with_the_first_ones_law(p: Distribution, draft: Draft) -> StopTable:
+def siblings_with_the_first_ones_distribution(p: Distribution, draft: Draft) -> StopTable:
     """Siblings drawn without replacement are all tested against the distribution of the first."""
     assert draft.q is not None
     assert draft.parents is not None
@@ -189,7 +190,7 @@ def coin_reused_for_closing(p: Distribution, draft: Draft, rng: Philox) -> Verdi
 
 
 def draft_noise_reused_for_closing(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
-    """The numbers that drew the rejected token draw its replacement."""
+    """The random numbers that drew the rejected token also draw its replacement."""
     right = token_rule(p, draft, rng)
     rows = torch.arange(len(right.accepted))
     dists = token_stop_table(p, draft).closing[rows, right.accepted]
@@ -200,7 +201,7 @@ def draft_noise_reused_for_closing(p: Distribution, draft: Draft, rng: Philox) -
 
 
 class PositionCoins(Philox):
-    """One coin a *position*: a coin that block verification looked at is thrown again in the next round."""
+    """Coins addressed by token *position*: a coin that block verification used is used again in the next round."""
 
     def coins(self, K: int) -> Tensor:
         return torch.cat(
@@ -209,17 +210,17 @@ class PositionCoins(Philox):
 
 
 def coins_thrown_twice(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
-    """Block coins addressed by token position: one that was looked at is thrown again in the next round."""
+    """Block coins are addressed by token position: a coin used in one round is used again in the next."""
     return block_rule(p, draft, PositionCoins(rng.seeds, rng.starts))
 
 
 def coins_of_the_first_round(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
-    """`starts` forgotten: every round throws the same coins."""
+    """`starts` is ignored: every round uses the same coins."""
     return token_rule(p, draft, Philox(rng.seeds, torch.ones_like(rng.starts)))
 
 
 def shared_noise_under_token(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
-    """Drafts drawn with the target's own noise, the closing token by the same race, tested with p/q."""
+    """Drafts drawn with the target's own random numbers, the round's last token by the same race, tested with p/q."""
     plain = Draft(draft.tokens, draft.lengths, draft.q)
     accepted = token_rule(p, plain, rng).accepted
     rows = torch.arange(len(accepted))
@@ -237,8 +238,8 @@ def redraws_after_a_mismatch(p: Distribution, draft: Draft, rng: Philox) -> Verd
     dists = dense(p)
     lanes = torch.arange(1, K + 1)
     first, second = rng.pair(Purpose.CLOSE, lanes)
-    said = torch.stack([draw(dists[:, i], first[:, i], second[:, i]) for i in range(K)], 1)
-    accepted = leading((said == draft.tokens) & real(draft))
+    sampled = torch.stack([draw(dists[:, i], first[:, i], second[:, i]) for i in range(K)], 1)
+    accepted = leading((sampled == draft.tokens) & real(draft))
     rows = torch.arange(len(accepted))
     return verdict(draft, accepted, close(dists[rows, accepted], rng))
 
@@ -286,7 +287,7 @@ STOP_TABLES = {
     chosen_scored_with_softmax: "mixed",
     siblings_against_the_same_p: "tree iid",
     traversal_weight_of_a_port: "tree iid",
-    siblings_with_the_first_ones_law: "tree without",
+    siblings_with_the_first_ones_distribution: "tree without",
 }
 VERIFIERS = {
     coin_reused_for_closing: "drawn",

@@ -1,4 +1,4 @@
-"""What the statistical tests stand on: a G-test that pools small cells and fails outright on the impossible."""
+"""Test counts against a distribution by a G-test that pools small cells and fails outright on the impossible."""
 
 import torch
 from scipy.stats import chi2
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def g_test(seen: Tensor, dist: Tensor, smallest: float = 5.0) -> float:
-    """The p-value of these counts under this distribution (normalised here); 0 if something impossible was seen.
+    """Return the p-value of these counts under this distribution, or 0 if something impossible was seen.
 
-    Cells with fewer than `smallest` expected are pooled into one.
+    The distribution is normalised here. Cells with fewer than `smallest` expected counts are pooled into one.
     """
     seen, dist = seen.double().flatten(), dist.double().flatten()
     dist = dist / dist.sum()

@@ -1,6 +1,7 @@
-"""Rounds in a row on a target known by heart: first-order tables, a million texts at a time.
+"""Generate many texts from a tiny first-order target, round by round, and count them.
 
-The rules as users get them, float32, Philox and batched, with drafts from a drafter that really draws.
+The joint distribution is known exactly. The rules run as users get them: float32, Philox, batched, and with drafts that
+a drafter really drew.
 """
 
 from collections.abc import Callable
@@ -25,13 +26,13 @@ TARGET, DRAFTER = table(1), table(2)
 
 
 def distribution_of(rows: Tensor, logits: Tensor) -> Distribution:
-    """The distributions that follow these tokens."""
+    """Return the distributions after these tokens."""
     probs = logits.softmax(-1)[rows]
     return Distribution.of(probs)
 
 
 def joint() -> Tensor:
-    """The exact distribution of the first L tokens, flat."""
+    """Return the exact distribution of the first L tokens, flat."""
     p = TARGET.double().softmax(-1)
     dist = p[START]
     for _ in range(L - 1):
@@ -43,7 +44,7 @@ Proposer = Callable[[Tensor, Philox], Draft]
 
 
 def drawn(last: Tensor, rng: Philox) -> Draft:
-    """K tokens drawn from the drafter's table."""
+    """Propose K tokens drawn from the drafter's table."""
     tokens, probs = [], []
     for j in range(K):
         dist = distribution_of(last, DRAFTER)
@@ -55,7 +56,7 @@ def drawn(last: Tensor, rng: Philox) -> Draft:
 
 
 def chosen(last: Tensor, rng: Philox) -> Draft:
-    """The likeliest tokens of the drafter: no distribution."""
+    """Propose the drafter's K likeliest tokens, which are chosen and have no q."""
     tokens = []
     for _ in range(K):
         last = DRAFTER.argmax(-1)[last]
@@ -64,14 +65,14 @@ def chosen(last: Tensor, rng: Philox) -> Draft:
 
 
 def mixed(last: Tensor, rng: Philox) -> Draft:
-    """Some rows drawn, some chosen, of lengths 0 to K by the last token."""
+    """Propose drawn tokens in some rows and chosen ones in others, of lengths 0 to K by the last token."""
     one, other = drawn(last, rng), chosen(last, rng)
     by_draw = (last % 2 == 0)[:, None].expand(-1, K)
     return Draft(torch.where(by_draw, one.tokens, other.tokens), (last + 1) % (K + 1), one.q, by_draw)
 
 
 def tree(last: Tensor, rng: Philox) -> Draft:
-    """Two drawn siblings (with replacement), a chosen one, and a drawn child of the first."""
+    """Propose two drawn siblings (with replacement), a chosen one, and a drawn child of the first."""
     dist = distribution_of(last, DRAFTER)
     first, second = propose(dist, rng, 0), propose(dist, rng, 1)
     below = distribution_of(first, DRAFTER)
@@ -89,6 +90,8 @@ def tree(last: Tensor, rng: Philox) -> Draft:
 
 @dataclass(frozen=True)
 class Texts:
+    """How often each text of L tokens was generated, and the tokens emitted per round."""
+
     counts: Tensor
     tokens_per_round: float
 
@@ -104,14 +107,13 @@ def texts(
     shared: bool = False,
     starts: Callable[[Tensor], Tensor] = lambda t: t,
 ) -> Texts:
-    """S texts of at least L tokens: how often each beginning came."""
+    """Generate S texts of at least L tokens and count their first L tokens."""
     batch, counts, emitted, rounds = 250_000, torch.zeros(V**L, dtype=torch.long), 0, 0
     for first in range(0, S, batch):
         n = min(batch, S - first)
-        seeds, said = torch.arange(first, first + n) * 1_000_003, torch.full((n, 1), START)
+        seeds, last = torch.arange(first, first + n) * 1_000_003, torch.full((n,), START)
         out, count = torch.full((n, L + K + 1), PAD), torch.zeros(n, dtype=torch.long)
         rows = torch.arange(n)
-        last = said[:, 0]
         while len(rows):
             rng = Philox(seeds[rows], starts(count[rows] + 1), shared)
             draft = proposer(last[rows], rng)

@@ -1,4 +1,4 @@
-"""A test that cannot fail proves nothing: every wrong verifier is rejected, and the table says by which test."""
+"""Show that the exactness tests can fail: every wrong verifier is rejected, and the table says by which test."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from g_test import g_test
 from worlds import TREES, chains, trees
 
 ALPHA = 1e-6
-S = 500_000  # texts: TV 0.007 shows at alpha
+S = 500_000  # texts: TV 0.007 is detected at alpha
 DOC = Path(__file__).parent.parent / "docs" / "controls.md"
 
 
@@ -26,11 +26,11 @@ def worlds_of(kind):
 
 @pytest.fixture
 def record(record_property):
-    """Puts a row into the table that the run prints and `make controls` keeps (conftest.py)."""
+    """Add a row to the table that the run prints and `make controls` writes (conftest.py)."""
 
     def row(control, test, size, found):
-        says = (control.__doc__ or "").strip().split("\n")[0]
-        record_property("control", f"| `{control.__name__}` | {says} | {test} | {size} | {found} |")
+        description = (control.__doc__ or "").strip().split("\n")[0]
+        record_property("control", f"| `{control.__name__}` | {description} | {test} | {size} | {found} |")
 
     return row
 
@@ -46,12 +46,12 @@ def rejected(control, counts, record):
     assert value < ALPHA
 
 
-@pytest.mark.parametrize("judge", STOP_TABLES, ids=lambda j: j.__name__)
-def test_enumeration_rejects_a_wrong_judge(judge, record):
-    worlds = worlds_of(STOP_TABLES[judge])
-    off = total_variation(round_distribution(judge, worlds).dist, worlds.joint)
-    record(judge, "enumeration", f"{len(off)} worlds, no sampling", f"TV up to {off.max():.3f}")
-    assert (round_distribution(judge, worlds).dist - worlds.joint).abs().max() > 1e-3
+@pytest.mark.parametrize("stop_table", STOP_TABLES, ids=lambda s: s.__name__)
+def test_enumeration_rejects_a_wrong_stop_table(stop_table, record):
+    worlds = worlds_of(STOP_TABLES[stop_table])
+    off = total_variation(round_distribution(stop_table, worlds).dist, worlds.joint)
+    record(stop_table, "enumeration", f"{len(off)} worlds, no sampling", f"TV up to {off.max():.3f}")
+    assert (round_distribution(stop_table, worlds).dist - worlds.joint).abs().max() > 1e-3
 
 
 @pytest.mark.statistical
@@ -68,12 +68,12 @@ def test_the_loop_rejects_a_wrong_drafter(drafter, record):
     rejected(drafter, loop.texts(RULES[DRAFTERS[drafter]], drafter, S).counts, record)
 
 
-def test_the_same_enumeration_passes_a_right_judge():
+def test_the_same_enumeration_passes_the_right_stop_table():
     worlds = worlds_of("drawn")
     assert (round_distribution(token_stop_table, worlds).dist - worlds.joint).abs().max() < 1e-12
 
 
-def test_there_are_enough_controls_and_the_kept_table_names_them_all():
+def test_there_are_enough_controls_and_the_documentation_names_them_all():
     names = [c.__name__ for c in (*STOP_TABLES, *VERIFIERS, *DRAFTERS)]
     assert len(names) >= 15
     missing = [n for n in names if f"`{n}`" not in DOC.read_text()]

@@ -1,12 +1,12 @@
-"""Drafter × rule × sampling, end to end through the engine: the joint distribution of three tokens, by G-test.
+"""Test drafter × rule × sampling end to end through the engine: the joint distribution of three tokens, by G-test.
 
-The target is a two-layer transformers model with its cache, 8 tokens; the distribution is found by whole forwards of every
-prefix and transformers' own processors (engine/distributions.py). False alarms: α = 1e-6 a test, seeds fixed.
+The target is a two-layer transformers model with its cache and 8 tokens. Its distribution is computed by full passes
+over every prefix with transformers' own processors (engine/plain_distribution.py). α = 1e-6 for each test, fixed seeds.
 
-How small a bias shows with power 0.9 is √(λ/4N) in total variation for N texts, where it is spread evenly over the
-cells, with λ = 225 for the 512 texts of three tokens and 85 where filters leave 64: 0.075 and 0.046 with 10,000 texts.
-A bias at one place shows earlier. The controls (engine/test_engine_controls.py) are real mistakes and fail with as
-many. `slow` is the whole grid with 4,000 texts a cell, and every rule with 100,000.
+A bias spread evenly over the cells is detected with power 0.9 from a total variation of √(λ/4N) for N texts, with
+λ = 225 for the 512 texts of three tokens and 85 if filters leave 64: 0.075 and 0.046 with 10,000 texts. A bias in one
+cell is detected earlier. The controls (engine/test_engine_controls.py) are real mistakes and fail with as many texts.
+`slow` is the whole grid with 4,000 texts a cell, and every rule with 100,000.
 """
 
 import pytest
@@ -17,7 +17,7 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
 from draftproof.models.hf import HFModel
-from engine.many_texts import talk
+from engine.many_texts import sample_texts
 from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import PROMPT, V, llama, neighbour
 from g_test import g_test
@@ -85,9 +85,9 @@ def _branches(make, rule: str) -> int:
     return 2 if rule == "tree" and make() != "prompt-lookup" else 1
 
 
-def check(speaker: dp.Engine, samplings: list[SamplingParams], n: int, budget: int = BUDGET) -> None:
-    """Text i is asked for with samplings[i % n]: each kind has its own distribution, and each is held to it."""
-    made = talk(speaker, PROMPT, samplings, n, length=LENGTH, budget=budget)
+def check(decoder: dp.Engine, samplings: list[SamplingParams], n: int, budget: int = BUDGET) -> None:
+    """Test the texts of each sampling against its own distribution; the samplings take turns over n texts."""
+    made = sample_texts(decoder, PROMPT, samplings, n, length=LENGTH, budget=budget)
     assert made.drafting_mattered
     for i, sampling in enumerate(samplings):
         seen = counts(made.texts[i :: len(samplings)], V)
@@ -96,11 +96,11 @@ def check(speaker: dp.Engine, samplings: list[SamplingParams], n: int, budget: i
 
 
 @every_pair
-def test_texts_have_the_targets_joint_distribution_whoever_drafts(rule, make):
-    """3,000 texts: TV 0.14. The suffix automaton, slow under executed annotations, makes 600: TV 0.3; its tokens are
-    chosen, and every rule treats them as it does those of the others."""
-    speaker = engine(make, rule)
-    check(speaker, [WARPS["filters"]], 600 if isinstance(speaker.drafter, Suffix) else 3000)
+def test_texts_have_the_targets_joint_distribution_with_every_drafter(rule, make):
+    """3,000 texts: TV 0.14. The suffix automaton is slow under executed annotations and makes 600: TV 0.3. Its tokens
+    are chosen, like those of the other copying drafters."""
+    decoder = engine(make, rule)
+    check(decoder, [WARPS["filters"]], 600 if isinstance(decoder.drafter, Suffix) else 3000)
 
 
 @every_rule
@@ -111,8 +111,8 @@ def test_texts_have_the_targets_joint_distribution_under_all_warps_at_once(rule)
 
 @every_rule
 def test_rows_of_one_batch_each_have_the_distribution_of_their_own_sampling(rule):
-    """Every warp in turn, 200 texts each in mixed batches: TV 0.5 for each kind (greedy: a single wrong text). Batches
-    are mixed in a second test, `test_a_row_does_not_depend_on_its_neighbours`, which compares token for token."""
+    """Every warp in turn, 200 texts each in mixed batches: TV 0.5 for each (greedy: a single wrong text). Another test
+    of mixed batches, `test_a_row_does_not_depend_on_its_neighbours`, compares token for token."""
     check(engine(neighbour, rule), list(WARPS.values()), 200 * len(WARPS))
 
 
@@ -123,7 +123,7 @@ def test_another_vocabulary_of_the_drafter_changes_nothing(size):
 
 
 @pytest.mark.parametrize("rule", ["block", "tree"])
-def test_nor_does_a_draft_length_that_follows_what_was_kept(rule):
+def test_an_adaptive_draft_length_changes_nothing(rule):
     """3,000 texts of up to 8 tokens, so that later lengths depend on earlier rounds: TV 0.14 in the first three."""
     made = dp.load(llama(), neighbour(), rule=rule, num_draft_tokens="auto", max_batch=500)
     check(made, [WARPS["filters"]], 3000, budget=8)
@@ -131,13 +131,13 @@ def test_nor_does_a_draft_length_that_follows_what_was_kept(rule):
 
 @pytest.mark.parametrize("warp", FILTERS)
 def test_each_filter_alone_has_its_distribution(warp):
-    """10,000 texts: TV 0.075, and 0.046 where few tokens are left."""
+    """10,000 texts: TV 0.075, and 0.046 if few tokens are left."""
     check(engine(neighbour, "block"), [WARPS[warp]], 10_000)
 
 
 @pytest.mark.parametrize("warp", PENALTIES)
 def test_each_penalty_alone_has_its_distribution(warp):
-    """3,000 texts: TV 0.14 (a penalty is worked out row by row, and takes its time)."""
+    """3,000 texts: TV 0.14. Penalties are applied row by row, which is slow."""
     check(engine(neighbour, "block"), [WARPS[warp]], 3000)
 
 
@@ -148,12 +148,12 @@ def test_the_whole_grid(rule, make, warp):
     """4,000 texts: TV 0.12."""
     if warp == "greedy":
         pytest.skip("one text only: engine/test_greedy.py compares it token for token")
-    speaker = engine(make, rule)
-    check(speaker, [WARPS[warp]], 600 if isinstance(speaker.drafter, Suffix) else 4000)
+    decoder = engine(make, rule)
+    check(decoder, [WARPS[warp]], 600 if isinstance(decoder.drafter, Suffix) else 4000)
 
 
 @pytest.mark.slow
 @every_rule
-def test_texts_have_the_targets_joint_distribution_seen_closely(rule):
-    """100,000 texts: TV 0.024, and 0.015 where the filters leave 64 kinds."""
+def test_texts_have_the_targets_joint_distribution_in_large_samples(rule):
+    """100,000 texts: TV 0.024, and 0.015 if the filters leave 64 texts."""
     check(engine(neighbour, rule), [WARPS["filters"]], 100_000)

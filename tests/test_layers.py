@@ -1,4 +1,4 @@
-"""Imports go down the table and never up: the architecture, executable. And the test can fail."""
+"""Check that imports go down the table of layers and never up, and that this check can fail."""
 
 import ast
 import subprocess
@@ -23,13 +23,13 @@ MAY_IMPORT = {
     "integrations": {"core", "rules", "models", "drafters", "engine"},
     "train": {"core", "rules", "models", "drafters", "engine"},
 }
-TOP = set(MAY_IMPORT) | {"cli"}  # the package's own files stand above all folders
+TOP = set(MAY_IMPORT) | {"cli"}  # the package's own files are above all folders
 MAY_IMPORT["cli"] = TOP
 LAZY_HOSTS = {"core": {"transformers", "triton"}, "rules": {"transformers", "triton"}, "drafters": {"transformers"}}
 
 
 def breaches(layer: str, source: str) -> list[str]:
-    """What a file of this layer imports that it may not."""
+    """Return the modules that a file of this layer imports and may not."""
     found = []
     for node in ast.walk(ast.parse(source)):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -49,7 +49,7 @@ FILES = sorted(f for f in ROOT.rglob("*.py") if len(f.relative_to(ROOT).parts) >
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
 def test_imports_only_go_down(file):
     layer = file.relative_to(ROOT).parts[0]
-    assert layer in MAY_IMPORT, f"{layer}/ is not in the table of HOUSE"
+    assert layer in MAY_IMPORT, f"{layer}/ is not in the table MAY_IMPORT"
     assert not breaches(layer, file.read_text())
 
 
@@ -79,7 +79,7 @@ def test_verifying_does_not_import_transformers():
 FORBIDDEN = ("utils", "common", "misc", "helpers", "manager", "handler", "base")
 
 
-def test_no_file_is_a_drawer():
+def test_no_file_has_a_name_that_says_nothing():
     assert not [f for f in ROOT.rglob("*.py") if f.stem.lower() in FORBIDDEN]
 
 
@@ -92,7 +92,7 @@ def test_the_engine_names_no_concrete_drafter():
 
 
 @pytest.mark.parametrize("name", draftproof.__all__)
-def test_every_public_name_is_there(name):
+def test_every_public_name_exists(name):
     assert getattr(draftproof, name) is not None
 
 

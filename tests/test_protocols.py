@@ -1,6 +1,6 @@
-"""Every drafter and every rule in the tables, through one conformance suite: what all of them must do, together.
+"""Test every drafter with every rule: what all combinations must do.
 
-What a single drafter must do is in drafters/test_drafter_conformance.py, what a single rule must, in verify/.
+Single drafters are tested in drafters/test_drafter_conformance.py, single rules in rules/.
 """
 
 import pytest
@@ -59,7 +59,7 @@ def test_a_tree_goes_with_the_tree_rule_alone(name, rule):
 
 
 @every_name
-def test_what_the_table_makes_is_a_drafter(name):
+def test_every_name_in_the_registry_makes_a_drafter(name):
     made = engine(name, "block").drafter
     assert isinstance(made, Drafter)
     if name != "a model":
@@ -74,7 +74,7 @@ def dists(B: int, J: int, seed: int) -> Distribution:
     return Distribution.of(torch.rand((B, J, V), generator=numbers).pow(3))
 
 
-def draft(B: int, K: int, q: Distribution | None, lengths: list[int]) -> Draft:
+def make_draft(B: int, K: int, q: Distribution | None, lengths: list[int]) -> Draft:
     tokens = torch.randint(V, (B, K), generator=torch.Generator().manual_seed(3))
     return Draft(tokens, torch.tensor(lengths), q)
 
@@ -82,27 +82,27 @@ def draft(B: int, K: int, q: Distribution | None, lengths: list[int]) -> Draft:
 @every_rule
 def test_a_rule_is_a_verifier_and_a_pure_function(rule):
     p, rng = dists(5, 4, 1), Philox(torch.arange(5), torch.arange(5) + 9)
-    given = draft(5, 3, dists(5, 3, 2), [3, 0, 2, 1, 3])
-    before = p.logits.clone(), given.tokens.clone()
-    one, other = RULES[rule](p, given, rng), RULES[rule](p, given, rng)
+    draft = make_draft(5, 3, dists(5, 3, 2), [3, 0, 2, 1, 3])
+    before = p.logits.clone(), draft.tokens.clone()
+    one, other = RULES[rule](p, draft, rng), RULES[rule](p, draft, rng)
     assert isinstance(RULES[rule], Verifier)
     assert torch.equal(one.tokens, other.tokens)
     assert torch.equal(p.logits, before[0])
-    assert torch.equal(given.tokens, before[1])
+    assert torch.equal(draft.tokens, before[1])
     assert one.exact
 
 
 @every_rule
 @pytest.mark.parametrize("drawn", [True, False])
-def test_a_verdict_is_the_head_of_the_draft_and_one_token_more(rule, drawn):
+def test_a_verdict_is_a_prefix_of_the_draft_and_one_more_token(rule, drawn):
     lengths = [3, 0, 2, 1, 3, 3]
-    given = draft(6, 3, dists(6, 3, 2) if drawn else None, lengths)
+    draft = make_draft(6, 3, dists(6, 3, 2) if drawn else None, lengths)
     for seed in range(20):
-        verdict = RULES[rule](dists(6, 4, 1), given, Philox(torch.arange(6) + 100 * seed, torch.arange(6)))
+        verdict = RULES[rule](dists(6, 4, 1), draft, Philox(torch.arange(6) + 100 * seed, torch.arange(6)))
         for b, length in enumerate(lengths):
             n = int(verdict.accepted[b])
             assert 0 <= n <= length
-            assert verdict.tokens[b, :n].tolist() == given.tokens[b, :n].tolist()
+            assert verdict.tokens[b, :n].tolist() == draft.tokens[b, :n].tolist()
             assert 0 <= int(verdict.tokens[b, n]) < V
             assert (verdict.tokens[b, n + 1 :] == PAD).all()
 
@@ -110,11 +110,11 @@ def test_a_verdict_is_the_head_of_the_draft_and_one_token_more(rule, drawn):
 @every_rule
 def test_a_row_of_a_verdict_does_not_depend_on_its_neighbours(rule):
     p, q = dists(5, 4, 1), dists(5, 3, 2)
-    given, rng = draft(5, 3, q, [3, 0, 2, 1, 3]), Philox(torch.arange(5) * 7, torch.arange(5) + 9)
-    together = RULES[rule](p, given, rng)
+    draft, rng = make_draft(5, 3, q, [3, 0, 2, 1, 3]), Philox(torch.arange(5) * 7, torch.arange(5) + 9)
+    together = RULES[rule](p, draft, rng)
     for b in range(5):
         row = torch.tensor([b])
-        one = Draft(given.tokens[row], given.lengths[row], Distribution.of(q.probs()[row]))
+        one = Draft(draft.tokens[row], draft.lengths[row], Distribution.of(q.probs()[row]))
         alone = RULES[rule](Distribution.of(p.probs()[row]), one, rng.take(row))
         assert alone.tokens.tolist() == together.tokens[row].tolist()
 

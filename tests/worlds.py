@@ -1,4 +1,4 @@
-"""Random small worlds for the enumerator: targets, drafters and every draft they can make."""
+"""Make small random worlds for the enumerator: targets, drafters and every draft they can propose."""
 
 from itertools import product
 
@@ -9,11 +9,11 @@ from draftproof.auditor.enumerate import Scenarios
 from draftproof.core.distribution import Distribution
 from draftproof.core.types import PAD, Draft
 
-Tables = list[Tensor]  # one a depth: [N, V^d, V]
+Tables = list[Tensor]  # one for each depth d: [N, V^d, V]
 
 
 def random_rows(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Probability rows of every awkward kind: zeros, ties, one-hot, and ordinary ones."""
+    """Return probability rows of every awkward kind: with zeros, with ties, one-hot, and ordinary ones."""
     rows = torch.rand(shape, generator=generator, dtype=torch.float64).pow(3) + 1e-3
     kind = torch.rand(shape[:-1], generator=generator)[..., None]
     zeros = torch.rand(shape, generator=generator) < 0.4
@@ -28,9 +28,9 @@ def random_rows(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 def random_tables(
     N: int, V: int, depth: int, generator: torch.Generator, *, full: bool = False
 ) -> tuple[Tables, Tables]:
-    """Targets and drafters that depend on the whole prefix: identical, disjoint, mixed or unrelated.
+    """Return targets and drafters that depend on the whole prefix: identical, disjoint, mixed or unrelated.
 
-    full: without zeros.
+    `full` means without zeros.
     """
     target = [random_rows((N, V**d, V), generator) for d in range(depth + 1)]
     drafter = []
@@ -47,6 +47,7 @@ def random_tables(
 
 
 def joint_distribution(target: Tables) -> Tensor:
+    """Return the distribution of whole texts, flat: [N, V^(depth + 1)]."""
     dist = target[0].flatten(1)
     for rows in target[1:]:
         dist = (dist[..., None] * rows).flatten(1)
@@ -54,7 +55,7 @@ def joint_distribution(target: Tables) -> Tensor:
 
 
 def chains(N: int, V: int, K: int, seed: int, *, kind: str = "drawn", full: bool = False) -> Scenarios:
-    """Every chain of N worlds. kind: drawn, chosen, mixed (some positions chosen), or ragged (stops by the prefix)."""
+    """Enumerate the chains of N worlds of a kind: drawn, chosen, mixed (some positions), ragged (stops by prefix)."""
     generator = torch.Generator().manual_seed(seed)
     target, drafter = random_tables(N, V, K, generator, full=full)
     tokens = torch.tensor(list(product(range(V), repeat=K))).reshape(-1, K)
@@ -73,8 +74,8 @@ def chains(N: int, V: int, K: int, seed: int, *, kind: str = "drawn", full: bool
         if kind == "ragged":
             stops = (torch.rand((N, V**i), generator=generator) < 0.3)[:, code] & (lengths == K)
             lengths = torch.where(stops, i, lengths)
-        said = dist.gather(-1, tokens[:, i].expand(N, X)[..., None])[..., 0]
-        chance = chance * torch.where(lengths == K, said, 1.0 / V)  # behind a stop all continuations are one draft
+        prob = dist.gather(-1, tokens[:, i].expand(N, X)[..., None])[..., 0]
+        chance = chance * torch.where(lengths == K, prob, 1.0 / V)  # after a stop all continuations are one draft
         q_rows.append(q)
         code = code * V + tokens[:, i]
         p_rows.append(target[i + 1][:, code])
@@ -94,7 +95,7 @@ TREES = {
 
 
 def trees(N: int, V: int, shape: list[int], seed: int, *, kind: str) -> Scenarios:
-    """Every tree of this shape. kind: iid, without (replacement), chosen, or mixed (each slot one of these)."""
+    """Enumerate the trees of this shape of a kind: iid, without (replacement), chosen, mixed (any of these)."""
     generator = torch.Generator().manual_seed(seed)
     K = len(shape)
     depths = [0] * K
@@ -116,9 +117,8 @@ def trees(N: int, V: int, shape: list[int], seed: int, *, kind: str) -> Scenario
             if shape[j] == parent:
                 earlier.scatter_(1, tokens[:, j : j + 1], True)
         rest = q.masked_fill(earlier, 0.0)
-        spare = (~earlier).double() + earlier.all(
-            -1, keepdim=True
-        )  # q is used up: any fixed distribution on what is left
+        # Where earlier siblings have used up q: any fixed distribution on the other tokens.
+        spare = (~earlier).double() + earlier.all(-1, keepdim=True)
         rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, spare)
         rest = rest / rest.sum(-1, keepdim=True)
         choice = torch.randint(V, (N, V**d), generator=generator)[:, above]
@@ -142,7 +142,7 @@ def trees(N: int, V: int, shape: list[int], seed: int, *, kind: str) -> Scenario
 
 
 def _possible(joint: Tensor, chance: Tensor, p: Distribution, draft: Draft) -> Scenarios:
-    """Only the drafts that can be made."""
+    """Return the drafts that have a positive probability."""
     world = torch.arange(len(joint)).repeat_interleave(chance.shape[1])
     made = (chance.flatten() > 0).nonzero()[:, 0]
     return Scenarios(joint, world[made], chance.flatten()[made], take_distribution(p, made), take_draft(draft, made))
@@ -174,7 +174,7 @@ __all__ = [
     "joint_distribution",
     "random_rows",
     "random_tables",
-    "take_draft",
     "take_distribution",
+    "take_draft",
     "trees",
 ]

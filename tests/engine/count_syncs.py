@@ -1,8 +1,8 @@
-"""Counts how often the host would wait for a device, on a machine that has none.
+"""Count how often the engine would synchronise with a GPU, on a machine without one.
 
-Everything runs on the CPU, told that it is elsewhere: `is_cpu` says no, kernels run in Triton's interpreter. A
-look at a tensor (`bool`, `int`, `tolist`, `nonzero`, indexing by a mask) is then a wait wherever it stands; numbers
-that lie on the host are looked at through numpy, which a tensor on a GPU refuses, and are not counted.
+Everything runs on the CPU, but `is_cpu` returns False, and kernels run in Triton's interpreter. Every operation that
+reads a tensor's values (`bool`, `int`, `tolist`, `nonzero`, indexing by a mask) then counts as a sync. Values that
+really lie on the CPU are read through numpy, which a GPU tensor refuses, and are not counted.
 """
 
 from contextlib import contextmanager
@@ -15,21 +15,22 @@ from draftproof.core import device as core_device
 from draftproof.core.device import AsyncCopy
 from draftproof.kernels import draw_rows as drawing
 
-LOOKS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim", "equal", "item"}
+READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim", "equal", "item"}
+"""Operations whose result or shape depends on values, so that the CPU must wait for them."""
 
 
-class Waits(TorchDispatchMode):
-    """`looks` at tensors, by name, and `waits` for numbers that were fetched."""
+class SyncCounter(TorchDispatchMode):
+    """Records `reads` of tensor values, by name, and counts `waits` for an `AsyncCopy`."""
 
     def __init__(self):
         super().__init__()
-        self.looks, self.waits, self._paused = [], 0, False
-        self._asked = self._heard = 0
+        self.reads, self.waits, self._paused = [], 0, False
+        self._copies = self._arrived = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.removeprefix("aten::")
-        if not self._paused and (name in LOOKS or (name in ("index", "index_put", "index_put_") and _by_mask(args[1]))):
-            self.looks.append(name)
+        if not self._paused and (name in READS or (name in ("index", "index_put", "index_put_") and _by_mask(args[1]))):
+            self.reads.append(name)
         return func(*args, **(kwargs or {}))
 
     @contextmanager
@@ -40,18 +41,18 @@ class Waits(TorchDispatchMode):
         finally:
             self._paused = before
 
-    def watch(self, monkeypatch):
-        """Put everything elsewhere, and watch."""
+    def install(self, monkeypatch):
+        """Make the engine take its GPU paths, and route copies and reads through this counter."""
         monkeypatch.setattr(core_device, "HOST", "none")
         monkeypatch.setattr(kernels, "runs_on", lambda device: True)
-        monkeypatch.setattr(AsyncCopy, "__init__", lambda fetch, tensor: self._fetch(fetch, tensor))
-        monkeypatch.setattr(AsyncCopy, "read", lambda fetch: self._read(fetch))
+        monkeypatch.setattr(AsyncCopy, "__init__", lambda copy, tensor: self._start_copy(copy, tensor))
+        monkeypatch.setattr(AsyncCopy, "read", lambda copy: self._read_copy(copy))
         monkeypatch.setattr(torch.Tensor, "tolist", self._tolist(torch.Tensor.tolist))
-        monkeypatch.setattr(kernels, "verify_rows", self._unwatched(kernels.verify_rows))
-        monkeypatch.setattr(drawing, "draw_rows", self._unwatched(drawing.draw_rows))
+        monkeypatch.setattr(kernels, "verify_rows", self._uncounted(kernels.verify_rows))
+        monkeypatch.setattr(drawing, "draw_rows", self._uncounted(drawing.draw_rows))
 
-    def _unwatched(self, launched):
-        """The interpreter looks at everything, a GPU at nothing."""
+    def _uncounted(self, launched):
+        """Stop counting during a kernel: the interpreter reads every value, a GPU none."""
 
         def launch(*args, **more):
             with self.paused():
@@ -59,20 +60,20 @@ class Waits(TorchDispatchMode):
 
         return launch
 
-    def _fetch(self, fetch, tensor):
-        self._asked += 1
-        fetch.numbers, fetch.ticket = tensor, self._asked
+    def _start_copy(self, copy, tensor):
+        self._copies += 1
+        copy.numbers, copy.ticket = tensor, self._copies
 
-    def _read(self, fetch):
-        """Who has waited for a later number has this one too: the device works in order."""
-        self.waits += fetch.ticket > self._heard
-        self._heard = max(self._heard, fetch.ticket)
-        return fetch.numbers.numpy()
+    def _read_copy(self, copy):
+        """Count a wait, unless a later copy was read before: the device works in order."""
+        self.waits += copy.ticket > self._arrived
+        self._arrived = max(self._arrived, copy.ticket)
+        return copy.numbers.numpy()
 
     def _tolist(self, original):
         def tolist(tensor):
             if not self._paused:
-                self.looks.append("tolist")
+                self.reads.append("tolist")
             return original(tensor)
 
         return tolist

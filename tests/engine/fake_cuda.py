@@ -1,8 +1,8 @@
-"""A GPU that is not there: tensors that say they lie on it and hold no numbers.
+"""A fake CUDA device: tensors that claim to lie on a GPU and hold no values.
 
-Every operation among them is carried out as far as shapes, types and devices go. So what a real device would refuse is
-refused (numbers of the host mixed with its own), what would wait for it is noted (looks, copies that block), and what
-it would have said is made up. Kernels and recordings are stood for by the memory they write.
+Operations on them compute shapes, dtypes and devices only. What a real device would refuse is refused (mixing CPU and
+GPU tensors), what would synchronise is recorded (reads of values, blocking copies), and values read back are made up.
+Kernels and CUDA graphs are replaced by the memory they write.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -19,57 +19,64 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import kernels
-from draftproof.core import draw as closing
-from draftproof.core import rng as rng
+from draftproof.core import draw, rng
 from draftproof.core.device import AsyncCopy
 from draftproof.core.distribution import DraftVocab
 from draftproof.kernels import draw_rows as drawing
 from draftproof.models import cuda_graphs as graphs
-from engine.fake_indexing import part_of, write
+from draftproof.models import hf
+from engine.fake_indexing import get_item, set_item
 
 CUDA = torch.device("cuda", 0)
 
 
-class Elsewhere(TorchDispatchMode):
-    """`waits`: what would have waited for the device, by name. `fetches`: numbers asked for in the allowed way."""
+class FakeCuda(TorchDispatchMode):
+    """A dispatch mode that runs operations on fake GPU tensors.
+
+    syncs     operations that would have synchronised, by name
+    fetches   copies to the CPU by `AsyncCopy`, the allowed way
+    recorded  passes captured as CUDA graphs
+    """
 
     def __init__(self):
         super().__init__()
-        self.waits, self.fetches, self.recorded = [], 0, 0
+        self.syncs, self.fetches, self.recorded = [], 0, 0
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
-        goes_there = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
-        is_there = any(isinstance(part, FakeTensor) for part in args)
-        if name == "_to_copy" and goes_there != is_there and ("device" in kwargs):
-            self._moved(name, kwargs)
+        to_gpu = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
+        from_gpu = any(isinstance(part, FakeTensor) for part in args)
+        if name == "_to_copy" and to_gpu != from_gpu and ("device" in kwargs):
+            self._copied(name, kwargs)
         if name == "copy_" and isinstance(args[0], FakeTensor) != isinstance(args[1], FakeTensor):
-            self._moved(name, {"non_blocking": len(args) > 2 and args[2]})
-        if name == "_to_copy" and is_there and not goes_there and kwargs.get("device") is not None:
+            self._copied(name, {"non_blocking": len(args) > 2 and args[2]})
+        if name == "_to_copy" and from_gpu and not to_gpu and kwargs.get("device") is not None:
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         flat = pytree.tree_leaves((args, kwargs))
-        if not goes_there and not any(isinstance(part, FakeTensor) for part in flat):
+        if not to_gpu and not any(isinstance(part, FakeTensor) for part in flat):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:
-            self.waits.append(name)
+            self.syncs.append(name)
             raise
 
-    def _moved(self, name, kwargs):
+    def _copied(self, name, kwargs):
         if not kwargs.get("non_blocking"):
-            self.waits.append(name)
+            self.syncs.append(name)
 
-    def watch(self, monkeypatch):
-        """Stand for what only a GPU can do."""
+    def install(self, monkeypatch):
+        """Replace what needs a driver before any dispatch mode is asked, and what only a GPU can do."""
         to = torch.Tensor.to
         monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *args, **more: self._to(to, tensor, args, more))
-        whole = torch.Tensor.contiguous
-        monkeypatch.setattr(torch.Tensor, "contiguous", lambda x, **how: _whole(x) if x.is_cuda else whole(x, **how))
+        contiguous = torch.Tensor.contiguous
+        monkeypatch.setattr(
+            torch.Tensor, "contiguous", lambda x, **options: _contiguous(x) if x.is_cuda else contiguous(x, **options)
+        )
         tensor = torch.tensor
-        monkeypatch.setattr(torch, "tensor", lambda numbers, **how: self._tensor(tensor, numbers, how))
+        monkeypatch.setattr(torch, "tensor", lambda numbers, **options: self._tensor(tensor, numbers, options))
         invert = torch.Tensor.__invert__
         monkeypatch.setattr(torch.Tensor, "__invert__", lambda x: torch.bitwise_not(x) if x.is_cuda else invert(x))
         copy = torch.Tensor.copy_
@@ -81,64 +88,66 @@ class Elsewhere(TorchDispatchMode):
             ),
         )
         get, put = torch.Tensor.__getitem__, torch.Tensor.__setitem__
-        monkeypatch.setattr(torch.Tensor, "__getitem__", lambda x, at: part_of(x, at) if x.is_cuda else get(x, at))
+        monkeypatch.setattr(torch.Tensor, "__getitem__", lambda x, at: get_item(x, at) if x.is_cuda else get(x, at))
         monkeypatch.setattr(
-            torch.Tensor, "__setitem__", lambda x, at, new: write(x, at, new) if x.is_cuda else put(x, at, new)
+            torch.Tensor, "__setitem__", lambda x, at, new: set_item(x, at, new) if x.is_cuda else put(x, at, new)
         )
-        monkeypatch.setattr(AsyncCopy, "__init__", lambda fetch, tensor: self._fetch(fetch, tensor))
-        monkeypatch.setattr(AsyncCopy, "read", lambda fetch: fetch.numbers)
-        monkeypatch.setattr(DraftVocab, "of", _vocab)  # made once, when a drafter is: it may look
-        for look in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
-            monkeypatch.setattr(torch.Tensor, look, self._look(look, getattr(torch.Tensor, look)))
+        monkeypatch.setattr(AsyncCopy, "__init__", lambda copy, tensor: self._start_copy(copy, tensor))
+        monkeypatch.setattr(AsyncCopy, "read", lambda copy: copy.numbers)
+        monkeypatch.setattr(DraftVocab, "of", _vocab)  # runs once, when a drafter is built: it may synchronise
+        for read in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
+            monkeypatch.setattr(torch.Tensor, read, self._read(read, getattr(torch.Tensor, read)))
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        monkeypatch.setattr(graphs, "watched", nullcontext)
-        monkeypatch.setattr(kernels, "verify_rows", _verified)
-        monkeypatch.setattr(drawing, "draw_rows", _drawn)
-        monkeypatch.setattr(graphs, "captured", self._captured)
+        # fake weights are a subclass of Tensor, which looks quantised; a probe needs real values
+        monkeypatch.setattr(hf, "needs_probe", lambda model, **options: False)
+        monkeypatch.setattr(graphs, "sync_warnings", nullcontext)
+        monkeypatch.setattr(kernels, "verify_rows", _verify_rows)
+        monkeypatch.setattr(drawing, "draw_rows", _draw_rows)
+        monkeypatch.setattr(graphs, "capture", self._capture)
 
     def _to(self, to, tensor, args, more):
-        """`Tensor.to` looks for the device's driver before it asks any mode."""
-        device, dtype, blocking = _asked(args, more)
+        """Replace `Tensor.to`, which needs the device's driver before it asks any dispatch mode."""
+        device, dtype, non_blocking = _to_arguments(args, more)
         if device is None or device.type != "cuda":
             return to(tensor, *args, **more)
         if tensor.device.type == "cuda" and dtype in (None, tensor.dtype):
             return tensor
-        return torch.ops.aten._to_copy(tensor, device=CUDA, dtype=dtype, non_blocking=blocking)
+        return torch.ops.aten._to_copy(tensor, device=CUDA, dtype=dtype, non_blocking=non_blocking)
 
-    def _tensor(self, tensor, numbers, how):
-        device = how.pop("device", None)
-        made = tensor(numbers, **how)
+    def _tensor(self, tensor, numbers, options):
+        device = options.pop("device", None)
+        made = tensor(numbers, **options)
         return made if device is None else made.to(device)
 
-    def _look(self, name, original):
-        def look(tensor):
+    def _read(self, name, original):
+        def read(tensor):
             if not tensor.is_cuda:
                 return original(tensor)
-            self.waits.append(name)
+            self.syncs.append(name)
             return original(torch.zeros(tensor.shape, dtype=tensor.dtype))
 
-        return look
+        return read
 
-    def _fetch(self, fetch, tensor):
+    def _start_copy(self, copy, tensor):
         self.fetches += 1
         assert tensor.is_cuda
-        fetch.numbers = np.ones(tensor.shape, dtype=np.int64)
+        copy.numbers = np.ones(tensor.shape, dtype=np.int64)
 
-    def _captured(self, run, kept, device):
+    def _capture(self, run, kept, device):
         self.recorded += 1
         assert device.type == "cuda"
-        return _Graph(), run()
+        return _EmptyGraph(), run()
 
 
 def _vocab(ids, V):
     return DraftVocab(ids, torch.empty(V, dtype=torch.long, device=ids.device))
 
 
-def _whole(tensor):
+def _contiguous(tensor):
     return torch.ops.aten.clone(tensor, memory_format=torch.contiguous_format)
 
 
-class _Graph(torch.cuda.CUDAGraph):
+class _EmptyGraph(torch.cuda.CUDAGraph):
     def __new__(cls):
         return object.__new__(cls)
 
@@ -149,7 +158,8 @@ class _Graph(torch.cuda.CUDAGraph):
         pass
 
 
-def _asked(args, more):
+def _to_arguments(args, more):
+    """Return device, dtype and non_blocking of a call of `Tensor.to`."""
     device, dtype = more.get("device"), more.get("dtype")
     for part in args:
         if isinstance(part, torch.dtype):
@@ -161,7 +171,7 @@ def _asked(args, more):
     return None if device is None else torch.device(device), dtype, bool(more.get("non_blocking"))
 
 
-def _verified(logits, drafted, draft_logits=None, **given):
+def _verify_rows(logits, drafted, draft_logits=None, **given):
     call = {name: given[name] for name in given if name not in ("parameters", "rule")}
     tensors = [logits, drafted, draft_logits, given["parameters"].floats, given["parameters"].ints]
     tensors += [value for value in call.values() if isinstance(value, torch.Tensor)]
@@ -175,7 +185,7 @@ def _verified(logits, drafted, draft_logits=None, **given):
     )
 
 
-def _drawn(logits, parameters, j, *, shared, workspace):
+def _draw_rows(logits, parameters, j, *, shared, workspace):
     assert logits.is_cuda
     assert parameters.floats.is_cuda
     tokens = torch.empty(len(logits), dtype=torch.long, device=CUDA)
@@ -183,29 +193,29 @@ def _drawn(logits, parameters, j, *, shared, workspace):
 
 
 @contextmanager
-def there(monkeypatch):
-    """A device that is watched while one is inside."""
-    mode = Elsewhere()
-    mode.watch(monkeypatch)
+def fake_cuda(monkeypatch):
+    """Provide a `FakeCuda` device inside this context."""
+    mode = FakeCuda()
+    mode.install(monkeypatch)
     with mode.fake, mode:
-        rng._constants(CUDA)  # sent once
+        rng._constants(CUDA)  # copied once per process, before any round
         yield mode
     monkeypatch.undo()
-    for remembered in (rng._constants, closing._addresses):
-        remembered.cache_clear()
+    for cached in (rng._constants, draw._trial_addresses):
+        cached.cache_clear()
 
 
-def moved(module):
-    """A module of ours with its weights there."""
+def to_fake_cuda(module):
+    """Replace a module's weights and buffers by fake GPU tensors."""
     for part in module.modules():
         for name, weight in list(part._parameters.items()):
             if weight is not None:
-                part._parameters[name] = torch.nn.Parameter(_there(weight), requires_grad=False)
+                part._parameters[name] = torch.nn.Parameter(_fake(weight), requires_grad=False)
         for name, buffer in list(part._buffers.items()):
             if buffer is not None:
-                part._buffers[name] = _there(buffer)
+                part._buffers[name] = _fake(buffer)
     return module
 
 
-def _there(tensor):
+def _fake(tensor):
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)

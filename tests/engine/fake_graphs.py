@@ -1,7 +1,7 @@
-"""Recordings without a GPU: replaying runs the recorded pass again, on the memory it was recorded with.
+"""CUDA graphs without a GPU: a replay runs the captured pass again, on the memory it was captured with.
 
-What a replay would get wrong shows: a result that the next replay writes over, and memory that is not the recorded one
-any more, as when a tensor was bound anew instead of written to, or a buffer was replaced.
+It finds what a real replay would get wrong: a result that the next replay overwrites, and memory that is not the
+captured one any more, as when a tensor was rebound instead of written to, or a buffer was replaced.
 """
 
 from contextlib import nullcontext
@@ -14,8 +14,8 @@ from draftproof.core import device as core_device
 from draftproof.models import cuda_graphs as graphs
 
 
-class Touched(TorchDispatchMode):
-    """`outside`: addresses of the memory that operations read or write and that was there before."""
+class MemoryTrace(TorchDispatchMode):
+    """Records in `outside` the addresses of memory that operations use and that existed before."""
 
     def __init__(self):
         super().__init__()
@@ -33,44 +33,44 @@ def _addresses(tree):
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided}
 
 
-class Tape(torch.cuda.CUDAGraph):
-    """Stands for a CUDA graph."""
+class FakeGraph(torch.cuda.CUDAGraph):
+    """A CUDA graph that runs its pass again on every replay."""
 
     def __new__(cls, run):
         return object.__new__(cls)
 
     def __init__(self, run):
         self._run = run
-        with Touched() as touched:
+        with MemoryTrace() as trace:
             self.outputs = tuple(output.clone() for output in run())
-        self._memory = touched.outside
+        self._memory = trace.outside
 
     def replay(self):
-        with Touched() as touched:
+        with MemoryTrace() as trace:
             made = self._run()
-        assert touched.outside == self._memory, "a replay reads and writes the recorded memory, and no other"
-        for mine, new in zip(self.outputs, made, strict=True):
-            mine.copy_(new)
+        assert trace.outside == self._memory, "a replay reads and writes the recorded memory, and no other"
+        for output, new in zip(self.outputs, made, strict=True):
+            output.copy_(new)
 
 
-class Tapes:
-    """`recorded`: how many passes were; `replayed`: how often."""
+class FakeGraphs:
+    """Replaces graph capture, and counts how many passes were `recorded` and how often they were `replayed`."""
 
     def __init__(self, monkeypatch):
         self.recorded, self.replayed = 0, 0
-        replay = Tape.replay
+        replay = FakeGraph.replay
 
-        def counted(tape):
+        def counted(graph):
             self.replayed += 1
-            replay(tape)
+            replay(graph)
 
-        monkeypatch.setattr(Tape, "replay", counted)
-        monkeypatch.setattr(graphs, "captured", self._captured)
-        monkeypatch.setattr(graphs, "watched", nullcontext)
-        monkeypatch.setattr(graphs, "recordable", lambda tokens: tokens.shape[1] <= graphs.WIDEST)
+        monkeypatch.setattr(FakeGraph, "replay", counted)
+        monkeypatch.setattr(graphs, "capture", self._capture)
+        monkeypatch.setattr(graphs, "sync_warnings", nullcontext)
+        monkeypatch.setattr(graphs, "capturable", lambda tokens: tokens.shape[1] <= graphs.WIDEST)
         monkeypatch.setattr(core_device, "HOST", "none")
 
-    def _captured(self, run, kept, device):
+    def _capture(self, run, kept, device):
         self.recorded += 1
-        tape = Tape(run)
-        return tape, tape.outputs
+        graph = FakeGraph(run)
+        return graph, graph.outputs

@@ -1,13 +1,13 @@
-"""`tensor[at]` by operations, for tensors of a device without a driver (elsewhere.py): the short way is closed there.
+"""Indexing for tensors of a fake device (fake_cuda.py), built from operators that need no driver.
 
-What would wait for a device is refused: masks, and numbers of the host.
+Indexing that would synchronise is refused: by masks, and by lists or CPU tensors.
 """
 
 import torch
 
 
-def part_of(tensor, at):
-    """`tensor[at]`."""
+def get_item(tensor, at):
+    """Return `tensor[at]`."""
     view, tensors = _view(tensor, at)
     if not any(index is not None for index in tensors):
         return view
@@ -15,8 +15,8 @@ def part_of(tensor, at):
     return torch.ops.aten.index(view, tensors)
 
 
-def write(tensor, at, new):
-    """`tensor[at] = new`."""
+def set_item(tensor, at, new):
+    """Assign `tensor[at] = new`."""
     view, tensors = _view(tensor, at)
     new = new if isinstance(new, torch.Tensor) else torch.full((), new, dtype=tensor.dtype, device=tensor.device)
     if any(index is not None for index in tensors):
@@ -28,11 +28,11 @@ def write(tensor, at, new):
 
 def _refuse_masks(tensor, tensors):
     if any(index is not None and index.dtype == torch.bool for index in tensors):
-        raise AssertionError(f"indexing by a mask waits for the device: {tuple(tensor.shape)}")
+        raise AssertionError(f"indexing by a mask synchronises: {tuple(tensor.shape)}")
 
 
 def _view(tensor, at):
-    """What slices, numbers and None say; and the tensors that are left, by dimension."""
+    """Apply slices, integers and None; return the view and the index tensors that are left, by dimension."""
     at = at if isinstance(at, tuple) else (at,)
     named = sum(part is not None and part is not Ellipsis for part in at)
     if Ellipsis not in [part for part in at if not isinstance(part, torch.Tensor)]:
@@ -51,7 +51,7 @@ def _view(tensor, at):
         elif isinstance(part, int):
             view = view.select(d, part)
         else:
-            assert isinstance(part, torch.Tensor), f"indexing by the host's numbers waits for the device: {part}"
-            assert part.is_cuda, f"indexing by the host's numbers waits for the device: {part}"
+            assert isinstance(part, torch.Tensor), f"indexing by values on the CPU synchronises: {part}"
+            assert part.is_cuda, f"indexing by values on the CPU synchronises: {part}"
             tensors.append(part)
     return view, tensors

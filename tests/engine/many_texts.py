@@ -1,4 +1,4 @@
-"""Many texts from an engine, quickly: one prompt, a seed for each text, large batches."""
+"""Sample many texts from an engine quickly: one prompt, a seed for each text, large batches."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +14,12 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.request import Output
 
 CHECKED = 32
-"""Texts made with every shape annotation executed. The rest is made without, five times as fast."""
+"""Texts sampled with shape checks on. The others are sampled without, five times as fast."""
 
 
 @contextmanager
 def unchecked() -> Iterator[None]:
+    """Turn off the shape checks of jaxtyping."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield
@@ -27,18 +28,20 @@ def unchecked() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Talk:
+class SampledTexts:
+    """Sampled texts, [n, length], and how many tokens were drafted and accepted for them."""
+
     texts: Tensor
     drafted: int
     accepted: int
 
     @property
     def drafting_mattered(self) -> bool:
-        """Some draft tokens stood and some fell: neither a drafter that is silent nor one that is always right."""
+        """Tell whether some draft tokens were accepted and some rejected: otherwise the rule was not tested."""
         return 0 < self.accepted < self.drafted
 
 
-def talk(
+def sample_texts(
     engine: Engine,
     prompt: Sequence[int],
     samplings: Sequence[SamplingParams],
@@ -47,16 +50,19 @@ def talk(
     length: int,
     budget: int | None = None,
     **options: Any,
-) -> Talk:
-    """n texts; text i is asked for with samplings[i % len(samplings)]. Only the first `length` tokens are returned;
-    a larger budget lets drafts reach past them. `options` are generate's."""
+) -> SampledTexts:
+    """Sample n texts, text i with samplings[i % len(samplings)].
+
+    Only the first `length` tokens are returned; a larger budget lets drafts reach past them. `options` are those of
+    `Engine.generate`.
+    """
     wanted = [replace(samplings[i % len(samplings)], seed=i * 1_000_003 + 7) for i in range(n)]
     few = min(CHECKED, n)
     options["max_tokens"] = budget or length
     outputs = _outputs(engine, prompt, wanted[:few], options)
     with unchecked():
         outputs += _outputs(engine, prompt, wanted[few:], options)
-    return Talk(
+    return SampledTexts(
         torch.tensor([output.tokens[:length] for output in outputs]),
         sum(output.stats.drafted for output in outputs),
         sum(output.stats.accepted for output in outputs),
@@ -68,6 +74,4 @@ def _outputs(
 ) -> list[Output]:
     if not samplings:
         return []
-    made = engine.generate([list(prompt)] * len(samplings), samplings, **options)
-    assert isinstance(made, list)
-    return made
+    return engine.generate([list(prompt)] * len(samplings), samplings, **options)

@@ -1,5 +1,8 @@
-"""The distribution that plain decoding has, found without a line of ours: whole forwards of every prefix, and transformers' own
-processors. What transformers does not have (presence and frequency penalties) is written out here in three lines."""
+"""Compute the distribution of plain decoding without draftproof's code: full forward passes of every prefix, and
+transformers' own logits processors.
+
+Presence and frequency penalties, which transformers does not have, are written out here.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -11,7 +14,7 @@ from torch import Tensor
 from draftproof.core.sampling import SamplingParams
 
 
-class Spent(tf.LogitsProcessor):
+class PresenceFrequencyPenalty(tf.LogitsProcessor):
     """Presence and frequency penalties over the output, by their definition."""
 
     def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
@@ -25,8 +28,8 @@ class Spent(tf.LogitsProcessor):
 Allowed = Callable[[list[int]], Tensor]
 
 
-class Only(tf.LogitsProcessor):
-    """A grammar's mask over what may follow the output."""
+class GrammarMask(tf.LogitsProcessor):
+    """A grammar's mask of the tokens that may follow the output."""
 
     def __init__(self, allowed: Allowed, prompt_length: int) -> None:
         self.allowed, self.start = allowed, prompt_length
@@ -37,16 +40,16 @@ class Only(tf.LogitsProcessor):
 
 
 def processors(sampling: SamplingParams, prompt_length: int, allowed: Allowed | None = None) -> tf.LogitsProcessorList:
-    """In transformers' order. Temperature 0 is left to the caller."""
+    """Return the processors in transformers' order. Temperature 0 is left to the caller."""
     steps: list[tf.LogitsProcessor] = []
     if sampling.logit_bias:
         steps.append(tf.SequenceBiasLogitsProcessor({(t,): float(b) for t, b in sampling.logit_bias.items()}))
     if sampling.repetition_penalty != 1:
         steps.append(tf.RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
     if sampling.presence_penalty or sampling.frequency_penalty:
-        steps.append(Spent(sampling.presence_penalty, sampling.frequency_penalty, prompt_length))
+        steps.append(PresenceFrequencyPenalty(sampling.presence_penalty, sampling.frequency_penalty, prompt_length))
     if allowed is not None:
-        steps.append(Only(allowed, prompt_length))
+        steps.append(GrammarMask(allowed, prompt_length))
     if sampling.temperature not in (0, 1):
         steps.append(tf.TemperatureLogitsWarper(float(sampling.temperature)))
     if sampling.top_k is not None:
@@ -66,7 +69,7 @@ def next_distributions(
     prompt_length: int,
     allowed: Allowed | None = None,
 ) -> Tensor:
-    """The distribution of the token behind each of these texts, all of one length; float64."""
+    """Return the distribution of the token after each of these texts, all of one length; float64."""
     ids = torch.tensor([list(text) for text in texts])
     logits = model(ids, use_cache=False).logits[:, -1].float()
     scores = processors(sampling, prompt_length, allowed)(ids, logits)
@@ -82,7 +85,7 @@ def joint_distribution(
     length: int,
     allowed: Allowed | None = None,
 ) -> Tensor:
-    """The distribution of the next `length` tokens, flat, the last token running fastest."""
+    """Return the joint distribution of the next `length` tokens, flat; the last token varies fastest."""
     V = model.config.vocab_size
     dist = torch.ones(1, dtype=torch.float64)
     for n in range(length):
@@ -92,7 +95,7 @@ def joint_distribution(
 
 
 def counts(texts: Tensor, V: int) -> Tensor:
-    """How often each text came, in the order of `joint_law`."""
+    """Count each text, in the order of `joint_distribution`."""
     length = texts.shape[1]
     code = texts @ torch.tensor([V**i for i in reversed(range(length))])
     return torch.bincount(code, minlength=V**length)

@@ -1,4 +1,4 @@
-"""Targets whose text is known beforehand, and drafters that know it: for everything about rounds that is not chance."""
+"""Targets with a known text, and drafters that are given it: for tests of rounds in which nothing is random."""
 
 from collections.abc import Sequence
 
@@ -14,15 +14,15 @@ V = 8
 
 
 def cycle(*tokens: int, vocab_size: int = V) -> Toy:
-    """Says these tokens round and round: each is followed by the next, for certain as far as float32 goes."""
+    """Make a target that repeats these tokens for ever: each is followed by the next, with probability 1 in float32."""
     table = torch.zeros(vocab_size, vocab_size)
     for token, follower in zip(tokens, [*tokens[1:], tokens[0]], strict=True):
         table[token, follower] = 200.0
     return Toy(table)
 
 
-class Knowing:
-    """Drafts what stands in `text` behind as many tokens as the context has; remembers what it was asked for."""
+class ScriptedDrafter:
+    """Drafts the continuation of a context in `text`, by position alone. `asked` lists (output length, k) of calls."""
 
     def __init__(self, text: Sequence[int]) -> None:
         self.text, self.asked = list(text), []
@@ -35,7 +35,7 @@ class Knowing:
         return Draft(tokens, torch.tensor([len(row) for row in rows]))
 
 
-class Counted:
+class CountingTarget:
     """A target that counts its passes."""
 
     def __init__(self, model: Toy) -> None:

@@ -1,4 +1,4 @@
-"""What drafting is believed to cost: assumed, then measured, and not thrown off by a busy moment."""
+"""Estimated costs of passes and drafts start from assumptions, follow measurements, and resist single slow rounds."""
 
 import random
 
@@ -9,39 +9,39 @@ from draftproof.engine.draft_length import Costs
 TRUE = {1: 40e-3, 3: 41e-3, 5: 42e-3, 9: 48e-3}
 
 
-def learnt(rounds: int, disturbed: float = 0.0, seed: int = 0) -> Costs:
+def measured(rounds: int, disturbed: float = 0.0, seed: int = 0) -> Costs:
     rng, costs = random.Random(seed), Costs()
     for i in range(rounds):
         width = list(TRUE)[i % len(TRUE)]
         seconds = TRUE[width] * rng.lognormvariate(0, disturbed)
-        costs.learn({"score": seconds, "draft": 1e-4 * (width - 1)}, width, width - 1)
+        costs.update({"score": seconds, "draft": 1e-4 * (width - 1)}, width, width - 1)
     return costs
 
 
 def test_before_anything_is_measured_costs_are_assumed():
-    costs = Costs(pass_growth=0.1, draft=0.05)
-    assert costs.of(0) == 1
-    assert costs.of(4) == pytest.approx(1.6)
-    assert costs.of(2.5) == pytest.approx(1.375)
+    costs = Costs(pass_growth=0.1, draft_cost=0.05)
+    assert costs.of_round(0) == 1
+    assert costs.of_round(4) == pytest.approx(1.6)
+    assert costs.of_round(2.5) == pytest.approx(1.375)
 
 
 @pytest.mark.parametrize("width", [1, 5])
-def test_a_single_width_says_nothing_of_others(width):
+def test_a_single_width_does_not_change_the_cost_of_others(width):
     costs = Costs()
-    costs.learn({"score": 1.0}, width, 0)
+    costs.update({"score": 1.0}, width, 0)
     assert [costs.of_pass(n) for n in range(1, 9)] == pytest.approx([Costs().of_pass(n) for n in range(1, 9)])
 
 
-def test_drafting_is_weighed_though_no_pass_was_over_one_position():
-    """Where every round drafts. Otherwise a drafter that costs half a pass a token would be taken for a cheap one."""
+def test_drafting_is_measured_even_if_no_pass_was_over_one_position():
+    """If every round drafts. Otherwise a drafter that costs half a pass per token would seem cheap."""
     costs = Costs()
     for _ in range(20):
-        costs.learn({"score": 1.2, "draft": 4 * 0.5}, 5, 4)
+        costs.update({"score": 1.2, "draft": 4 * 0.5}, 5, 4)
     assert costs.of_draft() == pytest.approx(0.5 * costs.of_pass(5) / 1.2)
 
 
 def test_measured_costs_are_found_and_lie_on_a_line_between():
-    costs = learnt(400)
+    costs = measured(400)
     for width, seconds in TRUE.items():
         assert costs.of_pass(width) == pytest.approx(seconds / TRUE[1], abs=0.01)
     assert costs.of_pass(7) == pytest.approx(45 / 40, abs=0.01)
@@ -51,29 +51,29 @@ def test_measured_costs_are_found_and_lie_on_a_line_between():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_busy_machine_does_not_change_much(seed):
-    """Each pass takes e^±0.3 of its time; a quarter off would make drafting look a loss where it is a gain."""
-    costs = learnt(200, 0.3, seed)
+    """Each pass takes e^±0.3 of its time. An error of a quarter would make drafting seem a loss where it is a gain."""
+    costs = measured(200, 0.3, seed)
     assert all(abs(costs.of_pass(width) - seconds / TRUE[1]) < 0.25 for width, seconds in TRUE.items())
 
 
 def test_one_slow_round_does_not_count_for_more_than_half_a_round():
-    costs, calm = learnt(40), learnt(40)
-    costs.learn({"score": 100.0}, 5, 0)
+    costs, calm = measured(40), measured(40)
+    costs.update({"score": 100.0}, 5, 0)
     assert costs.of_pass(5) - calm.of_pass(5) < 0.15
 
 
 def test_no_pass_costs_more_than_a_wider_one():
-    costs = learnt(40)
+    costs = measured(40)
     for _ in range(9):
-        costs.learn({"score": 90e-3}, 2, 0)
-    costs.learn({"score": 30e-3}, 9, 0)
+        costs.update({"score": 90e-3}, 2, 0)
+    costs.update({"score": 30e-3}, 9, 0)
     prices = [costs.of_pass(1 + i / 4) for i in range(60)]
     assert prices == sorted(prices)
     assert prices[0] == 1
 
 
-def test_a_clock_that_does_not_see_a_stage_is_no_error():
+def test_a_clock_too_coarse_to_measure_a_stage_is_no_error():
     costs = Costs()
     for width in (1, 3, 1, 3):
-        costs.learn({"score": 0.0, "draft": 0.0}, width, width - 1)
-    assert costs.of(4) > 0
+        costs.update({"score": 0.0, "draft": 0.0}, width, width - 1)
+    assert costs.of_round(4) > 0

@@ -1,7 +1,7 @@
-"""Under `coupled` a text is a function of seed and target alone: the same as plain seeded decoding, token for token.
+"""Under `coupled` a text is a function of seed and target alone: it equals plain seeded decoding, token for token.
 
-Whoever drafts, however many tokens at a time, and in whatever batch. The only excuse is a race whose first two are
-within 1e-4 of each other, counted; behind it the comparison starts again from what was said.
+This holds for every drafter, draft length and batch. Only near ties may differ: races whose first two are within 1e-4
+of each other. They are counted, and the comparison continues after them (near_ties.py).
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from draftproof.core.rng import Philox, Purpose
 from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.model import ModelDrafter
 from draftproof.models.hf import HFModel
-from engine.near_ties import excused
+from engine.near_ties import count_near_ties
 from engine.plain_distribution import next_distributions
 from engine.tiny import PROMPT, V, llama, neighbour
 from models.test_encoder_decoder import SOURCES, pair
@@ -25,7 +25,7 @@ KINDS = [
     SamplingParams(temperature=0.7, top_k=5, repetition_penalty=1.3),
     SamplingParams(temperature=1.4, top_p=0.9, min_p=0.03),
     SamplingParams(temperature=0),
-]  # penalties that tell output from prompt are left out: a comparison that starts again moves that border
+]  # without penalties on the output alone: a comparison that continues counts earlier output as prompt
 SAMPLINGS = [replace(kind, seed=900 + i) for i, kind in enumerate(KINDS)]
 LENGTH = 24
 DRAFTERS = {
@@ -48,7 +48,7 @@ def plain_text(prompt, sampling, length):
 
 
 def margin(text, sampling):
-    """How far the second of the race for the next token is behind the first."""
+    """Return the relative margin between the first two of the race for the next token."""
     dist = next_distributions(llama(), [text], sampling, 0)
     rng = Philox(torch.tensor([sampling.seed]), torch.tensor([len(text)]))
     best = (dist / rng.exponential(Purpose.POSITION, torch.arange(V), 1))[0].topk(2).values
@@ -57,10 +57,10 @@ def margin(text, sampling):
 
 def differences(outputs):
     return sum(
-        excused(
+        count_near_ties(
             output.tokens,
-            lambda said, p=prompt, s=sampling: plain_text([*p, *said], s, LENGTH - len(said)),
-            lambda said, p=prompt, s=sampling: margin([*p, *said], s),
+            lambda prefix, p=prompt, s=sampling: plain_text([*p, *prefix], s, LENGTH - len(prefix)),
+            lambda prefix, p=prompt, s=sampling: margin([*p, *prefix], s),
         )
         for output, prompt, sampling in zip(outputs, PROMPTS, SAMPLINGS, strict=True)
     )
@@ -76,7 +76,7 @@ def test_coupled_is_plain_seeded_decoding_token_for_token(drafter, length):
 
 
 def test_the_same_seed_under_another_rule_is_another_text():
-    """Otherwise equality would say nothing about `coupled`."""
+    """Control: otherwise equality would show nothing about `coupled`."""
     outputs = dp.load(llama(), neighbour(), rule="block", num_draft_tokens=4).generate(
         PROMPTS[:3], SAMPLINGS[:3], max_tokens=LENGTH
     )
@@ -85,7 +85,7 @@ def test_the_same_seed_under_another_rule_is_another_text():
 
 
 def test_the_margin_is_that_of_the_race_which_is_run():
-    """The winner by the margin's own reckoning is the token that plain decoding says."""
+    """The winner of the race computed for the margin is the token that plain decoding emits."""
     for prompt, sampling in zip(PROMPTS[:3], SAMPLINGS[:3], strict=True):
         dist = next_distributions(llama(), [prompt], sampling, 0)
         rng = Philox(torch.tensor([sampling.seed]), torch.tensor([len(prompt)]))

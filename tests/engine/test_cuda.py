@@ -1,4 +1,4 @@
-"""The engine on a GPU: it waits once a round, replays what it recorded, and says what it says on a CPU."""
+"""The engine on a GPU: one sync per round, replayed CUDA graphs, and the same texts as on a CPU."""
 
 from contextlib import contextmanager
 
@@ -13,7 +13,7 @@ from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
 from draftproof.engine import batch as batches
-from draftproof.models.cuda_graphs import GraphCache, Recordings
+from draftproof.models.cuda_graphs import CapturedGraphs, GraphCache
 from draftproof.models.head.attach import FittedHead
 from draftproof.models.hf import HFModel
 from engine.tiny import PROMPT, llama, neighbour
@@ -26,7 +26,7 @@ pytestmark = [
 S = dp.SamplingParams
 MIXED = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(seed=5), S(temperature=0.5, seed=6)]
 FILTERED = [S(top_k=3, seed=5), S(temperature=0.0, seed=4), S(top_p=0.8, min_p=0.05, seed=6)]
-"""Apart: their kernels take long to compile."""
+"""Tested separately: their kernels take long to compile."""
 DRAFTERS = {
     "none": lambda: None,
     "ngram": lambda: "ngram",
@@ -53,7 +53,8 @@ def texts(model, drafter, rule, samplings=MIXED, tokens=24, k=3, *, graphs=True,
 
 
 @contextmanager
-def no_waiting(mode="error"):
+def no_syncs(mode="error"):
+    """Make every sync an error."""
     torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
@@ -63,28 +64,28 @@ def no_waiting(mode="error"):
 
 @pytest.fixture
 def waits(monkeypatch):
-    """How many fetched numbers each round had to wait for. Whatever else waits in a round is an error."""
+    """Count for each round the copies to the CPU that it had to wait for. Any other sync in a round is an error."""
     advance, read, found, late = batches.advance, AsyncCopy.read, [], []
 
-    def fetched(fetch):
-        late.append(not fetch._arrived.query())
-        return read(fetch)
+    def timed_read(copy):
+        late.append(not copy._arrived.query())
+        return read(copy)
 
     def counted(*args):
         late.clear()
-        with no_waiting():
+        with no_syncs():
             rows = advance(*args)
         found.append(sum(late))
         return rows
 
-    monkeypatch.setattr(AsyncCopy, "read", fetched)
+    monkeypatch.setattr(AsyncCopy, "read", timed_read)
     monkeypatch.setattr(batches, "advance", counted)
     return found
 
 
 @contextmanager
-def unwatched(monkeypatch):
-    """Kernels are compiled and shapes recorded first: that may wait."""
+def syncs_allowed(monkeypatch):
+    """Allow syncs while kernels are compiled and graphs captured."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
         yield
@@ -92,10 +93,10 @@ def unwatched(monkeypatch):
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 @pytest.mark.parametrize("name", [*DRAFTERS, *OF_TARGET])
-def test_a_round_waits_once(name, rule, waits, monkeypatch):
+def test_a_round_synchronises_once(name, rule, waits, monkeypatch):
     model = llama.__wrapped__().cuda()
     drafter = drafter_of(name, model)
-    with unwatched(monkeypatch):
+    with syncs_allowed(monkeypatch):
         texts(model, drafter, rule)
     waits.clear()
     texts(model, drafter, rule)
@@ -104,11 +105,11 @@ def test_a_round_waits_once(name, rule, waits, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["ngram", "model", "head"])
-def test_log_probabilities_penalties_and_filters_cost_no_wait_more(name, waits, monkeypatch):
+def test_log_probabilities_penalties_and_filters_cost_no_further_sync(name, waits, monkeypatch):
     model = llama.__wrapped__().cuda()
     drafter = drafter_of(name, model)
     for samplings, asked in ((MIXED, {"logprobs": True}), (EDITED, {}), (FILTERED, {})):
-        with unwatched(monkeypatch):
+        with syncs_allowed(monkeypatch):
             texts(model, drafter, "block", samplings, **asked)
         waits.clear()
         texts(model, drafter, "block", samplings, **asked)
@@ -126,12 +127,12 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_round_of_trees_waits_once(name, waits, monkeypatch):
-    """Copied, drawn, and grown of the likeliest paths; with log-probabilities and penalties too."""
+def test_a_round_of_trees_synchronises_once(name, waits, monkeypatch):
+    """Trees are copied, drawn, or grown from the likeliest paths; with log-probabilities and penalties too."""
     model = llama.__wrapped__().cuda()
     drafter = TREES[name](model)
     for samplings, asked in ((MIXED, {}), ([S(temperature=0.0)] * 2, {}), (MIXED, {"logprobs": True}), (EDITED, {})):
-        with unwatched(monkeypatch):
+        with syncs_allowed(monkeypatch):
             texts(model, drafter, "tree", samplings, k=5, **asked)
         waits.clear()
         texts(model, drafter, "tree", samplings, k=5, **asked)
@@ -140,60 +141,62 @@ def test_a_round_of_trees_waits_once(name, waits, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "model", "chain"])
-def test_trees_say_what_they_say_on_a_cpu(name):
-    """Slot by slot there and depth first here, over a vocabulary of 8: no two chances are near enough to differ. A head
-    is packed for the host and drafts otherwise there."""
+def test_trees_give_the_same_texts_as_on_a_cpu(name):
+    """A GPU goes slot by slot, a CPU depth first. With a vocabulary of 8 no coin falls between their roundings.
+
+    Heads are left out: on the CPU their weights are packed, and they draft differently.
+    """
     want = texts(llama(), TREES[name](llama()), "tree", k=5)
     model = llama.__wrapped__().cuda()
     assert texts(model, TREES[name](model), "tree", k=5) == want
 
 
-def test_the_device_tells_of_a_wait():
+def test_the_device_reports_a_sync():
     numbers = torch.ones(3, device="cuda")
-    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+    with no_syncs(), pytest.raises(RuntimeError, match="synchroniz"):
         bool(numbers.any())
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_it_says_what_it_says_on_a_cpu(name):
-    """Greedy and seeded alike, in float32 over a vocabulary of 8: no two chances are near enough to differ."""
-    on_host = DRAFTERS[name]() if name in ("none", "ngram", "suffix", "early exit") else neighbour()
+def test_texts_are_the_same_as_on_a_cpu(name):
+    """Greedy and seeded, in float32. With a vocabulary of 8 no coin falls between the two roundings."""
+    on_cpu = DRAFTERS[name]() if name in ("none", "ngram", "suffix", "early exit") else neighbour()
     if name == "smaller vocabulary":
-        on_host = ModelDrafter(HFModel(neighbour(6)), vocab_size=8)
+        on_cpu = ModelDrafter(HFModel(neighbour(6)), vocab_size=8)
     samplings = [*MIXED, *FILTERED]
-    want = texts(llama(), on_host, "block", samplings)
+    want = texts(llama(), on_cpu, "block", samplings)
     assert texts(llama.__wrapped__().cuda(), DRAFTERS[name](), "block", samplings) == want
 
 
-def test_recorded_passes_say_the_same_as_launched_ones():
+def test_captured_passes_give_the_same_texts_as_launched_ones():
     model = llama.__wrapped__(max_length=1024).cuda()
     served, launched = HFModel(model), HFModel(model, graphs=False)
     prompts = [list(PROMPT), list(PROMPT) * 20, list(PROMPT)[:3]]
-    said = []
+    made = []
     for one in (served, launched):
         engine = dp.load(one, "suffix", num_draft_tokens=3)
-        said.append([o.tokens for o in engine.generate(prompts, [S(seed=i) for i in range(3)], max_tokens=200)])
-    assert served.recorder.refusal is None
-    assert said[0] == said[1]
+        made.append([o.tokens for o in engine.generate(prompts, [S(seed=i) for i in range(3)], max_tokens=200)])
+    assert served.graph_cache.refusal is None
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("rule", ["block", "tree"])
-def test_recorded_heads_say_the_same_as_launched_ones(rule):
+def test_captured_heads_give_the_same_texts_as_launched_ones(rule):
     model = llama.__wrapped__().cuda()
     branches = 2 if rule == "tree" else 1
     fitted = FittedHead.on(trained(), torch.tensor(IDS[:6]), model)
-    said = [
+    made = [
         texts(model, HeadDrafter(fitted, branches=branches, graphs=graphs), rule, tokens=40, graphs=graphs)
         for graphs in (True, False)
     ]
-    assert said[0] == said[1]
+    assert made[0] == made[1]
 
 
-def passes(recorder, body, times=5):
-    kept = Recordings()
+def passes(graph_cache, body, times=5):
+    kept = CapturedGraphs()
     inputs = torch.ones((1, 2), dtype=torch.long, device="cuda"), torch.ones(1, dtype=torch.long, device="cuda")
     with torch.inference_mode():
-        return [recorder.run(body, inputs, 256, kept)[0].tolist() for _ in range(times)]
+        return [graph_cache.run(body, inputs, 256, kept)[0].tolist() for _ in range(times)]
 
 
 @pytest.mark.parametrize(
@@ -203,24 +206,24 @@ def passes(recorder, body, times=5):
         lambda tokens: 1 / (not torch.cuda.is_current_stream_capturing()),
         lambda tokens: torch.tensor([1], device="cuda"),
     ],
-    ids=["looks", "fails", "sends"],
+    ids=["reads", "fails", "copies"],
 )
-def test_what_cannot_be_recorded_is_launched_and_leaves_the_device_as_it_was(does):
+def test_a_pass_that_cannot_be_captured_is_launched_and_leaves_the_device_usable(does):
     def body(tokens, lengths):
         does(tokens)
         return (tokens + lengths,)
 
-    recorder = GraphCache()
+    graph_cache = GraphCache()
     with pytest.warns(UserWarning, match="cannot be recorded"):
-        assert passes(recorder, body) == [[[2, 2]]] * 5
-    assert recorder.refusal is not None
+        assert passes(graph_cache, body) == [[[2, 2]]] * 5
+    assert graph_cache.refusal is not None
     assert torch.rand(3, device="cuda").sum().item() > 0
     sound = GraphCache()
     assert passes(sound, lambda tokens, lengths: (tokens * lengths,)) == [[[1, 1]]] * 5
     assert sound.refusal is None
 
 
-def test_recordings_of_others_outside_of_inference_mode_still_work():
+def test_graphs_captured_elsewhere_outside_of_inference_mode_still_work():
     assert passes(GraphCache(), lambda tokens, lengths: (tokens - lengths,)) == [[[0, 0]]] * 5
     numbers, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
     numbers * 2
@@ -232,9 +235,9 @@ def test_recordings_of_others_outside_of_inference_mode_still_work():
     assert twice.tolist() == [6.0] * 4
 
 
-def test_memory_goes_with_its_engine():
+def test_memory_is_freed_with_its_engine():
     model = llama.__wrapped__(max_length=1024).cuda()
-    texts(model, "suffix", "block", tokens=40)  # what torch keeps for its libraries
+    texts(model, "suffix", "block", tokens=40)  # warm-up: torch keeps workspaces for its libraries
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(3):

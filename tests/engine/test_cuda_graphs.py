@@ -1,4 +1,4 @@
-"""Recorded passes say what launched ones say: of targets, drafters, heads and trees, while rows come and go."""
+"""Captured passes give the texts of launched ones, for targets, drafters, heads and trees, in a changing batch."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ import draftproof as dp
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
-from draftproof.models.cuda_graphs import TIMES, Recordings
+from draftproof.models.cuda_graphs import WARMUP_PASSES, CapturedGraphs
 from draftproof.models.hf import HFModel
-from engine.fake_graphs import Tapes
+from engine.fake_graphs import FakeGraphs
 from engine.tiny import PROMPT, V, llama, neighbour
 from engine.tiny_heads import on_target
 
@@ -37,50 +37,50 @@ def texts(name):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_recorded_passes_say_what_launched_ones_say(monkeypatch, name):
+def test_captured_passes_give_the_texts_of_launched_ones(monkeypatch, name):
     wanted = texts(name)
-    tapes = Tapes(monkeypatch)
+    graphs = FakeGraphs(monkeypatch)
     assert texts(name) == wanted
-    assert tapes.recorded >= 2
-    assert tapes.replayed > 10
+    assert graphs.recorded >= 2
+    assert graphs.replayed > 10
 
 
 def long_text():
-    """Grows its buffers, which hold 256 tokens at first."""
+    """Generate a text that grows its buffers, which hold 256 tokens at first."""
     engine = dp.load(llama(max_length=1024), "ngram", num_draft_tokens=3)
     return engine.generate([list(PROMPT) * 25], temperature=0, max_tokens=40)[0].tokens
 
 
-def test_recordings_go_when_buffers_grow(monkeypatch):
+def test_graphs_are_captured_anew_when_buffers_grow(monkeypatch):
     wanted = long_text()
-    tapes = Tapes(monkeypatch)
+    graphs = FakeGraphs(monkeypatch)
     assert long_text() == wanted
-    assert tapes.recorded >= 2
+    assert graphs.recorded >= 2
 
 
 def passes_around_growth():
-    """Logits of the same pass over and over; before the last the buffers grow, though it looks no further."""
+    """Return the logits of one repeated pass; before the last one the buffers grow, but its attention span does not."""
     served, token = HFModel(llama(max_length=1024)), torch.tensor([[5]])
     cache = served.new_cache(1)
     served(torch.tensor([PROMPT]), cache)
     cache.keep(torch.tensor([len(PROMPT)]))
-    before = [served(token, cache).logits for _ in range(TIMES + 2)]
+    before = [served(token, cache).logits for _ in range(WARMUP_PASSES + 2)]
     cache._grow(600)
     return [*before, served(token, cache).logits]
 
 
-def test_recordings_go_with_their_buffers(monkeypatch):
-    tapes = Tapes(monkeypatch)
+def test_graphs_are_dropped_with_their_buffers(monkeypatch):
+    graphs = FakeGraphs(monkeypatch)
     first, *others = passes_around_growth()
     assert all(torch.equal(first, other) for other in others)
-    assert tapes.recorded == 2
-    monkeypatch.setattr(Recordings, "forget", lambda recordings: None)
+    assert graphs.recorded == 2
+    monkeypatch.setattr(CapturedGraphs, "forget", lambda recordings: None)
     with pytest.raises(AssertionError, match="the recorded memory, and no other"):
         passes_around_growth()
 
 
-def test_a_length_that_is_bound_anew_is_seen(monkeypatch):
-    Tapes(monkeypatch)
+def test_a_rebound_length_is_detected(monkeypatch):
+    FakeGraphs(monkeypatch)
     right = HFModel._logits_and_states
 
     def rebinding(self, tokens, lengths, **options):

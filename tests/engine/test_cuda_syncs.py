@@ -1,4 +1,4 @@
-"""A round on a GPU waits once: counted here without one, and held against the device itself in test_cuda.py."""
+"""A round on a GPU synchronises once: counted here without a GPU, and on a real one in test_cuda.py."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
 from draftproof.engine import batch as batches
 from draftproof.models.hf import HFModel
-from engine.count_syncs import Waits
+from engine.count_syncs import SyncCounter
 from engine.tiny import PROMPT, llama, neighbour
 from engine.tiny_heads import on_target
 
@@ -37,53 +37,53 @@ WARM = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(temperature=0.
 
 
 def rounds(monkeypatch, drafter, rule, samplings, tokens=4, k=2, **asked):
-    """Looks and waits of every round, and the texts."""
-    watch, found = Waits(), []
+    """Return (reads of values, waits for a copy) of every round, and the texts."""
+    counter, found = SyncCounter(), []
     advance = batches.advance
-    watch.watch(monkeypatch)
+    counter.install(monkeypatch)
 
     def counted(*args):
-        looks, waits = len(watch.looks), watch.waits
-        with watch:
+        reads, waits = len(counter.reads), counter.waits
+        with counter:
             rows = advance(*args)
-        found.append((watch.looks[looks:], watch.waits - waits))
+        found.append((counter.reads[reads:], counter.waits - waits))
         return rows
 
     monkeypatch.setattr(batches, "advance", counted)
     engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=k)
     outputs = engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens, **asked)
     monkeypatch.undo()
-    return found, told(outputs)
+    return found, tokens_and_logprobs(outputs)
 
 
-def told(outputs):
-    """Log-probabilities up to rounding: elsewhere a pass looks at whole buckets of slots."""
+def tokens_and_logprobs(outputs):
+    """Return log-probabilities comparable up to rounding: on a GPU a pass attends to whole buckets of slots."""
     logprobs = [pytest.approx(output.logprobs, abs=1e-5) if output.logprobs else None for output in outputs]
     return [(output.tokens, logprob) for output, logprob in zip(outputs, logprobs, strict=True)]
 
 
-def plainly(drafter, rule, samplings, tokens=4, k=2, **asked):
+def on_cpu(drafter, rule, samplings, tokens=4, k=2, **asked):
     engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=k)
-    return told(engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens, **asked))
+    return tokens_and_logprobs(engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens, **asked))
 
 
-SHORT = ("none", "fillers", "model", "head")  # what differs most; the interpreter takes its time over the others
+SHORT = ("none", "fillers", "model", "head")  # those that differ most; the interpreter is slow
 NAMES = [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.slow]) for name in DRAFTERS]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_round_waits_once_and_says_the_same(monkeypatch, name):
+def test_a_round_synchronises_once_and_gives_the_same_texts(monkeypatch, name):
     found, texts = rounds(monkeypatch, DRAFTERS[name](), "block", WARM)
     assert len(found) > 1
     assert found == [([], 1)] * len(found)
-    assert texts == plainly(DRAFTERS[name](), "block", WARM)
+    assert texts == on_cpu(DRAFTERS[name](), "block", WARM)
 
 
 @pytest.mark.parametrize("rule", ["token", "coupled"])
 def test_under_the_other_rules_too(monkeypatch, rule):
     found, texts = rounds(monkeypatch, neighbour(), rule, WARM, tokens=4)
     assert found == [([], 1)] * len(found)
-    assert texts == plainly(neighbour(), rule, WARM, tokens=4)
+    assert texts == on_cpu(neighbour(), rule, WARM, tokens=4)
 
 
 TREES = {
@@ -103,27 +103,27 @@ TREE_CASES = [(name, samplings) for name in TREES for samplings in ("warm", "gre
 @pytest.mark.parametrize(
     ("name", "samplings"), [pytest.param(*c, marks=[] if c in SHORT_TREES else [pytest.mark.slow]) for c in TREE_CASES]
 )
-def test_a_tree_is_judged_without_a_look_and_as_on_the_host(monkeypatch, name, samplings):
-    """Slot by slot there, depth first here: the same texts."""
+def test_a_tree_is_verified_without_a_read_and_as_on_the_cpu(monkeypatch, name, samplings):
+    """A GPU goes slot by slot, a CPU depth first: the texts are the same."""
     asked = (
         {"samplings": WARM, "tokens": 8, "k": 4} if samplings == "warm" else {"samplings": COLD, "tokens": 24, "k": 5}
     )
     found, texts = rounds(monkeypatch, TREES[name](), "tree", **asked)
     assert len(found) > 2
     assert found == [([], 1)] * len(found)
-    assert texts == plainly(TREES[name](), "tree", **asked)
+    assert texts == on_cpu(TREES[name](), "tree", **asked)
 
 
 @pytest.mark.parametrize("name", ["ngram", pytest.param("model", marks=pytest.mark.slow)])
-def test_a_tree_is_judged_with_penalties_and_bias_without_a_look(monkeypatch, name):
+def test_a_tree_is_verified_with_penalties_and_bias_without_a_read(monkeypatch, name):
     edited = [S(repetition_penalty=1.3, presence_penalty=0.2, seed=1), S(logit_bias={2: 1.0}, seed=2)]
     found, texts = rounds(monkeypatch, TREES[name](), "tree", edited, tokens=6, k=4)
     assert found == [([], 1)] * len(found)
-    assert texts == plainly(TREES[name](), "tree", edited, tokens=6, k=4)
+    assert texts == on_cpu(TREES[name](), "tree", edited, tokens=6, k=4)
 
 
 class Misplacing(NGram):
-    """A tree with a slot that hangs on itself, in the second row."""
+    """Drafts a tree with a slot that is its own parent, in the second row."""
 
     def propose(self, contexts, k, rng):
         draft = super().propose(contexts, k, rng)
@@ -133,75 +133,74 @@ class Misplacing(NGram):
 
 
 def test_a_misplaced_slot_fails_its_request_alone_and_is_named_as_on_the_cpu(monkeypatch):
-    """Seen in the round's one fetch; naming it costs one sync more."""
+    """The fault is found in the round's one copy; describing it costs one more sync."""
 
     def outputs():
         engine = dp.load(llama(), Misplacing(branches=2, fillers=3), rule="tree", num_draft_tokens=4)
         return engine.generate([list(PROMPT)] * 2, WARM[:2], max_tokens=8)
 
-    on_cpu = outputs()
-    Waits().watch(monkeypatch)
-    for one, other in (on_cpu, outputs()):
+    wanted = outputs()
+    SyncCounter().install(monkeypatch)
+    for one, other in (wanted, outputs()):
         assert (one.finish_reason, len(one.tokens)) == ("length", 8)
         assert other.finish_reason == "error"
         assert "drafter Misplacing proposed parents" in other.error
 
 
 @pytest.mark.parametrize("sampling", [S(top_k=3, seed=1), S(top_p=0.8, seed=1), S(min_p=0.1, seed=1)])
-def test_filters_are_drawn_with_and_judged_by_without_a_look(monkeypatch, sampling):
+def test_filters_are_drafted_with_and_verified_without_a_read(monkeypatch, sampling):
     found, texts = rounds(monkeypatch, neighbour(), "token", [sampling], tokens=3)
     assert found == [([], 1)] * len(found)
-    assert texts == plainly(neighbour(), "token", [sampling], tokens=3)
+    assert texts == on_cpu(neighbour(), "token", [sampling], tokens=3)
 
 
 @pytest.mark.parametrize("name", ["fillers", "head"])
-def test_log_probabilities_are_the_distributions_own_and_come_in_the_same_fetch(monkeypatch, name):
+def test_log_probabilities_are_right_and_come_in_the_same_copy(monkeypatch, name):
     found, texts = rounds(monkeypatch, DRAFTERS[name](), "block", WARM[:2], logprobs=True)
     assert found == [([], 1)] * len(found)
-    wanted = plainly(DRAFTERS[name](), "block", WARM[:2], logprobs=True)
+    wanted = on_cpu(DRAFTERS[name](), "block", WARM[:2], logprobs=True)
     assert [tokens for tokens, _ in texts] == [tokens for tokens, _ in wanted]
-    assert [said.expected for _, said in texts] == [said for _, said in wanted]
+    assert [logprobs.expected for _, logprobs in texts] == [logprobs for _, logprobs in wanted]
 
 
 @pytest.mark.parametrize("name", ["model", "head"])
-def test_penalties_and_bias_are_drafted_with_without_a_look(monkeypatch, name):
+def test_penalties_and_bias_are_drafted_with_without_a_read(monkeypatch, name):
     edited = [S(repetition_penalty=1.3, presence_penalty=0.2, seed=1), S(logit_bias={2: 1.0}, seed=2)]
     found, texts = rounds(monkeypatch, DRAFTERS[name](), "block", edited, tokens=3)
     assert found == [([], 1)] * len(found)
-    assert texts == plainly(DRAFTERS[name](), "block", edited, tokens=3)
+    assert texts == on_cpu(DRAFTERS[name](), "block", edited, tokens=3)
 
 
-def test_a_grammar_waits_once_more(monkeypatch):
+def test_a_grammar_synchronises_once_more(monkeypatch):
     grammar = {"allowed": lambda text: torch.arange(8) != len(text) % 8}
     found, texts = rounds(monkeypatch, neighbour(), "block", WARM[:1], tokens=3, **grammar)
     assert found == [([], 2)] * len(found)
-    assert texts == plainly(neighbour(), "block", WARM[:1], tokens=3, **grammar)
+    assert texts == on_cpu(neighbour(), "block", WARM[:1], tokens=3, **grammar)
 
 
-def test_the_counter_can_find_a_wait(monkeypatch):
-    class Curious(NGram):
+def test_the_counter_finds_a_sync(monkeypatch):
+    class Reading(NGram):
         def propose(self, contexts, k, rng):
             draft = super().propose(contexts, k, rng)
             return draft if bool((draft.lengths >= 0).all()) and draft.tokens.tolist() is not None else None
 
-    found, _ = rounds(monkeypatch, Curious(), "block", WARM[:1], tokens=2)
+    found, _ = rounds(monkeypatch, Reading(), "block", WARM[:1], tokens=2)
     assert found[0] == (["is_nonzero", "tolist"], 1)
 
 
 def test_a_row_without_a_distribution_fails_alone_by_the_reference(monkeypatch):
-    """NaN in one row: the kernels' fault, the reference's word; the other row goes on."""
+    """The kernels flag NaN in one row, and the reference says what it is; the other row continues."""
     model = llama()
-    seen = HFModel._pass
+    right_pass = HFModel._pass
 
     def broken(self, tokens, lengths, *args):
-        out = seen(self, tokens, lengths, *args)
+        out = right_pass(self, tokens, lengths, *args)
         if len(tokens) == 2 and int(lengths[0]) > len(PROMPT):
             out.logits[0, :, 0] = torch.nan
         return out
 
     monkeypatch.setattr(HFModel, "_pass", broken)
-    watch = Waits()
-    watch.watch(monkeypatch)
+    SyncCounter().install(monkeypatch)
     engine = dp.load(model, "ngram", num_draft_tokens=2)
     one, other = engine.generate([list(PROMPT)] * 2, [S(seed=1), S(seed=2)], max_tokens=4)
     assert one.finish_reason == "error"

@@ -1,4 +1,4 @@
-"""How long drafts are: never past the room there is, the same for a seed on any machine, short where they fail."""
+"""Draft lengths stay within the budget, do not depend on the machine for a seeded text, and shrink if drafts fail."""
 
 import itertools
 
@@ -6,44 +6,53 @@ import pytest
 
 import draftproof as dp
 from draftproof.core.sampling import SamplingParams
-from draftproof.engine import batch as clock
-from draftproof.engine.draft_length import LONGEST, PROBE, SPENT, AutoLength, Costs, Record, Share, best_length
+from draftproof.engine import round as rounds
+from draftproof.engine.draft_length import (
+    LONGEST_DRAFT,
+    PROBE_BUDGET,
+    PROBE_LENGTH,
+    AutoLength,
+    Costs,
+    DecayingRate,
+    DraftRecord,
+    best_length,
+)
 from draftproof.engine.engine import Engine, Limits
 from draftproof.engine.request import Request, Session
-from engine.scripted import Knowing, cycle
+from engine.scripted import ScriptedDrafter, cycle
 from engine.tiny import PROMPT, llama, neighbour
 
 ROUND = [1, 2, 3, 4, 5]
 
 
-def speaker(text, **options) -> Engine:
-    return Engine(cycle(*ROUND), None, Knowing(text), num_draft_tokens="auto", **options)
+def scripted_engine(text, **options) -> Engine:
+    return Engine(cycle(*ROUND), None, ScriptedDrafter(text), num_draft_tokens="auto", **options)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 10, 40])
 def test_auto_never_drafts_past_the_budget(budget):
-    engine = speaker(ROUND * 20)
+    engine = scripted_engine(ROUND * 20)
     output = engine.generate([1], max_tokens=budget)
     assert len(output.tokens) == budget
-    assert all(said + asked < budget for said, asked in engine.drafter.asked)
+    assert all(emitted + asked < budget for emitted, asked in engine.drafter.asked)
 
 
 def test_auto_never_drafts_past_the_last_position():
-    engine = speaker(ROUND * 20, limits=Limits(max_length=20))
+    engine = scripted_engine(ROUND * 20, limits=Limits(max_length=20))
     assert len(engine.generate([1], max_tokens=90).tokens) == 19
-    assert all(1 + said + asked <= 20 for said, asked in engine.drafter.asked)
+    assert all(1 + emitted + asked <= 20 for emitted, asked in engine.drafter.asked)
 
 
 def test_auto_grows_with_a_drafter_that_is_always_right():
-    engine = speaker(ROUND * 80)
+    engine = scripted_engine(ROUND * 80)
     output = engine.generate([1], max_tokens=300, seed=0)
-    assert max(asked for _, asked in engine.drafter.asked) == LONGEST
-    assert output.stats.tokens_per_pass > LONGEST / 2
+    assert max(asked for _, asked in engine.drafter.asked) == LONGEST_DRAFT
+    assert output.stats.tokens_per_pass > LONGEST_DRAFT / 2
 
 
 def test_auto_gives_up_on_a_drafter_that_is_never_right():
-    """After a few tries drafts are short and so far apart that they cost a hundredth, by the costs it assumes."""
-    engine = speaker([0] * 900)
+    """After a few drafts only probes are left, and they cost a hundredth of the time, by the assumed costs."""
+    engine = scripted_engine([0] * 900)
     output = engine.generate([1], max_tokens=480, seed=0)
     assert output.stats.accepted == 0
     assert output.stats.rounds == 480
@@ -51,19 +60,21 @@ def test_auto_gives_up_on_a_drafter_that_is_never_right():
     tries = [i for i, length in enumerate(asked) if length]
     begin = next(i for i, length in enumerate(asked) if not length)
     assert begin <= 8
-    assert {asked[i] for i in tries if begin < i < 480 - PROBE} == {PROBE}  # at the end there is less room
-    assert sum(Costs().of(length) - 1 for length in asked[begin:]) <= SPENT * 480
-    assert sum(Costs().of(length) - 1 for length in asked) <= 0.02 * 480
+    assert {asked[i] for i in tries if begin < i < 480 - PROBE_LENGTH} == {
+        PROBE_LENGTH
+    }  # at the end there is less room
+    assert sum(Costs().of_round(length) - 1 for length in asked[begin:]) <= PROBE_BUDGET * 480
+    assert sum(Costs().of_round(length) - 1 for length in asked) <= 0.02 * 480
 
 
 def test_auto_tries_again_and_finds_out_when_a_drafter_gets_better():
     text = [0] * 200 + (ROUND * 80)[200:]
-    output = speaker(text).generate([1], max_tokens=380, seed=0)
+    output = scripted_engine(text).generate([1], max_tokens=380, seed=0)
     assert output.stats.tokens_per_pass > 1.5
 
 
 def ticking(*steps):
-    """A clock that always goes on by the next of these steps."""
+    """Make a clock that advances by the next of these steps at every call."""
     times = itertools.accumulate(itertools.cycle(steps))
     return lambda: next(times)
 
@@ -72,7 +83,7 @@ def ticking(*steps):
 def test_a_seeded_text_does_not_depend_on_how_busy_the_machine_is(rule, monkeypatch):
     made = []
     for steps in ((1e-3,), (1.0, 1e-3), (1e-6, 5.0, 1e-3, 1e-3, 1e-1)):
-        monkeypatch.setattr(clock.time, "perf_counter", ticking(*steps))
+        monkeypatch.setattr(rounds.time, "perf_counter", ticking(*steps))
         engine = dp.load(llama(), neighbour(), rule=rule, num_draft_tokens="auto")
         outputs = engine.generate(
             [list(PROMPT), [1, 2]], [SamplingParams(seed=1), SamplingParams(seed=2)], max_tokens=40
@@ -82,74 +93,75 @@ def test_a_seeded_text_does_not_depend_on_how_busy_the_machine_is(rule, monkeypa
 
 
 def test_without_a_seed_the_measured_costs_decide(monkeypatch):
-    """The clock of the test above does matter where it may: the control."""
+    """Control for the test above: without a seed the clock does change the length."""
     drafted = []
     for draft in (1e-4, 3.0):
         auto = AutoLength()
         for width in (1, 3, 1, 5):
-            auto.timed({"draft": draft * (width - 1), "score": 1.0}, width, width - 1)
-        drafted.append(best_length(faring(0.7, 0.7), auto.measured))
+            auto.record_time({"draft": draft * (width - 1), "score": 1.0}, width, width - 1)
+        drafted.append(best_length(record_of(0.7, 0.7), auto.measured))
     assert drafted[0] > drafted[1] == 0
 
 
-def faring(first: float, later: float, going: float = 1.0) -> Record:
-    return Record(Share(first, 1.0), Share(later, 1.0), Share(going, 1.0))
+def record_of(first: float, later: float, continued: float = 1.0) -> DraftRecord:
+    return DraftRecord(DecayingRate(first, 1.0), DecayingRate(later, 1.0), DecayingRate(continued, 1.0))
 
 
 def test_a_longer_draft_is_asked_for_where_more_is_kept():
-    lengths = [best_length(faring(rate, rate), Costs()) for rate in (0.0, 0.3, 0.6, 0.9, 1.0)]
+    lengths = [best_length(record_of(rate, rate), Costs()) for rate in (0.0, 0.3, 0.6, 0.9, 1.0)]
     assert lengths == sorted(lengths)
     assert lengths[0] == 0
-    assert lengths[-1] == LONGEST
+    assert lengths[-1] == LONGEST_DRAFT
 
 
 def test_a_drafter_that_ends_its_drafts_itself_may_be_asked_for_more():
-    """It draws the line where it is unsure; one that goes on to the end has to be held."""
-    assert best_length(faring(0.3, 0.4, going=0.5), Costs()) > best_length(faring(0.3, 0.4, going=1.0), Costs())
+    """Such a drafter stops where it is unsure; one that always goes on needs a shorter limit."""
+    stopping, going_on = record_of(0.3, 0.4, continued=0.5), record_of(0.3, 0.4, continued=1.0)
+    assert best_length(stopping, Costs()) > best_length(going_on, Costs())
 
 
 def test_a_first_token_that_fails_mostly_is_no_reason_for_short_drafts():
-    assert best_length(faring(0.3, 0.95), Costs()) > best_length(faring(0.8, 0.3), Costs())
+    assert best_length(record_of(0.3, 0.95), Costs()) > best_length(record_of(0.8, 0.3), Costs())
 
 
-def test_a_record_follows_what_happens_lately():
-    record = Record()
+def test_a_record_follows_recent_drafts():
+    record = DraftRecord()
     for _ in range(30):
-        record.note(4, 4)
+        record.update(4, 4)
     assert record.first.value > 0.95
     assert record.later.value > 0.95
     for _ in range(30):
-        record.note(4, 0)
+        record.update(4, 0)
     assert record.first.value < 0.05
 
 
 def test_a_record_tells_the_first_token_from_later_ones():
-    record = Record()
+    record = DraftRecord()
     for _ in range(40):
         record.ask(5)
-        record.note(3, 0)
-        record.note(5, 5)
+        record.update(3, 0)
+        record.update(5, 5)
     assert record.first.value == pytest.approx(0.5, abs=0.05)
     assert record.later.value > 0.95
-    assert record.going.value == pytest.approx(6 / 7, abs=0.05)  # 2 of 3 and 4 of 4
+    assert record.continued.value == pytest.approx(6 / 7, abs=0.05)  # 2 of 3 and 4 of 4
 
 
-def test_a_draft_that_was_not_made_says_nothing():
-    record, blank = Record(asked=4, idle=3), Record(asked=4, idle=3)
-    record.note(0, 0)
+def test_a_round_without_a_draft_changes_no_record():
+    record, blank = DraftRecord(asked=4, rounds_since_probe=3), DraftRecord(asked=4, rounds_since_probe=3)
+    record.update(0, 0)
     assert record == blank
 
 
-def test_short_drafts_are_tried_longer_now_and_then():
-    """A length of 1 says nothing of second tokens: without tries it would be for ever."""
+def test_short_drafts_are_probed_with_longer_ones():
+    """A length of 1 gives no information about second tokens: without probes it would never change."""
     auto, costs = AutoLength(), Costs()
     [session] = [Session.start(Request((1,), SamplingParams(seed=0), 90, seeded=True))]
-    auto.records[session.id] = faring(0.5, 0.0)
+    auto.records[session.id] = record_of(0.5, 0.0)
     assert best_length(auto.records[session.id], costs) == 1
     asked = []
     for _ in range(30):
         [length] = auto.lengths([session])
         asked.append(length)
-        auto.observe(session, length, min(length, 1))
-    assert set(asked) == {1, PROBE}
-    assert sum(costs.of(length) - costs.of(1) for length in asked) <= SPENT * 30
+        auto.record_draft(session, length, min(length, 1))
+    assert set(asked) == {1, PROBE_LENGTH}
+    assert sum(costs.of_round(length) - costs.of_round(1) for length in asked) <= PROBE_BUDGET * 30

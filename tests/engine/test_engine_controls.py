@@ -1,16 +1,15 @@
-"""A test that cannot fail proves nothing: engines with real mistakes in them (TRAPS), held to the test of
-test_exactness.py with as many texts or fewer, and rejected by it."""
+"""Controls for test_exactness.py: engines with real bugs fail its test with as many texts or fewer."""
 
 from dataclasses import replace
 
 import pytest
 
 import draftproof as dp
-from draftproof.core import penalties as dense
+from draftproof.core import sampling as core_sampling
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.sampling import warp as right_warp
 from draftproof.models.cache import SlotCache
-from engine.many_texts import talk
+from engine.many_texts import sample_texts
 from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import PROMPT, V, llama, neighbour
 from g_test import g_test
@@ -26,7 +25,7 @@ right_keep = SlotCache.keep
 
 def p_value(sampling: SamplingParams, n: int, drafter: object = None) -> float:
     engine = dp.load(llama(), drafter or neighbour(), rule="block", num_draft_tokens=3, max_batch=500)
-    made = talk(engine, PROMPT, [sampling], n, length=3, budget=4)
+    made = sample_texts(engine, PROMPT, [sampling], n, length=3, budget=4)
     assert made.drafting_mattered
     return g_test(counts(made.texts, V), joint_distribution(llama(), PROMPT, sampling, 3))
 
@@ -45,7 +44,7 @@ def min_p_dropped(logits, samplings, history=None, draft=None, allowed=None, voc
 
 def kept_one_short(cache, counts, path=None):
     """The last kept token's K/V is missing from the cache (vLLM#9730)."""
-    right_keep(cache, counts - int(cache.bound > 0), path)  # the prompt itself is read as it should be
+    right_keep(cache, counts - int(cache.bound > 0), path)  # the prompt itself is prefilled correctly
 
 
 def kept_too_much(cache, counts, path=None):
@@ -55,16 +54,16 @@ def kept_too_much(cache, counts, path=None):
 
 @pytest.mark.parametrize(("wrong", "sampling", "n"), [(stale_penalties, PENALTY, 3000), (min_p_dropped, MIN_P, 3000)])
 def test_a_wrong_warp_is_caught(wrong, sampling, n, monkeypatch):
-    monkeypatch.setattr(dense, "warp", wrong)  # who drafts asks without a draft, and is told the truth
+    monkeypatch.setattr(core_sampling, "warp", wrong)  # the drafter calls it without a draft, which stays right
     assert p_value(sampling, n) < ALPHA
 
 
 @pytest.mark.parametrize("wrong", [kept_one_short, kept_too_much])
 def test_a_wrong_rollback_is_caught(wrong, monkeypatch):
     monkeypatch.setattr(SlotCache, "keep", wrong)
-    assert p_value(PLAIN, 3000, "ngram") < ALPHA  # which has no cache of its own
+    assert p_value(PLAIN, 3000, "ngram") < ALPHA  # a drafter without a cache of its own
 
 
-def test_the_same_test_passes_what_is_right():
+def test_the_same_test_passes_the_right_engine():
     assert p_value(MIN_P, 3000) > ALPHA
     assert p_value(PLAIN, 3000, "ngram") > ALPHA

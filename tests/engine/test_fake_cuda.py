@@ -1,4 +1,4 @@
-"""Rounds on a GPU that is not there (elsewhere.py): nothing of the host is mixed in, nothing waits but a fetch."""
+"""Rounds on a fake GPU (fake_cuda.py): CPU tensors are never mixed in, and nothing synchronises but one copy."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from draftproof.models.head.attach import FittedHead
 from draftproof.models.head.network import Head
 from draftproof.models.head.taps import embeddings, shape_for
 from draftproof.models.hf import HFModel
-from engine.fake_cuda import moved, there
+from engine.fake_cuda import fake_cuda, to_fake_cuda
 from engine.tiny import PROMPT, V, llama, neighbour
 from engine.tiny_heads import IDS
 
@@ -33,11 +33,13 @@ ALL = {"warm": WARM, "greedy": GREEDY, "edited": EDITED}
 def head_of(model, **settings):
     head, ids = Head(shape_for(model), seed=1), torch.tensor(IDS[:6]).to(model.device)
     rows = torch.nn.Linear(head.shape.hidden, len(ids), bias=False)
-    return HeadDrafter(FittedHead(moved(head), embeddings(model), moved(rows), DraftVocab.of(ids, V)), **settings)
+    return HeadDrafter(
+        FittedHead(to_fake_cuda(head), embeddings(model), to_fake_cuda(rows), DraftVocab.of(ids, V)), **settings
+    )
 
 
 def served(size=V):
-    return HFModel(moved(neighbour.__wrapped__(size)))
+    return HFModel(to_fake_cuda(neighbour.__wrapped__(size)))
 
 
 DRAFTERS = {
@@ -54,11 +56,11 @@ DRAFTERS = {
     "early exit": lambda model: "early-exit:1",
 }
 READS = ("model", "smaller vocabulary", "confident model", "early exit")
-"""These also fetch what they drew, and read it in the next round, when it has long arrived."""
+"""Drafters that also copy what they drew to the CPU, and read it in the next round, when it has arrived."""
 
 
 def rounds(monkeypatch, make, rule="block", samplings=WARM, tokens=24, dtype=torch.float32, **asked):
-    """What each round would have waited for and how many numbers it fetched; and the device."""
+    """Return (syncs, copies to the CPU) of each round, and the device."""
     advance, fetched, found = batches.advance, rounds_module._fetched, []
 
     def all_kept(parts):
@@ -67,14 +69,14 @@ def rounds(monkeypatch, make, rule="block", samplings=WARM, tokens=24, dtype=tor
         numbers[:, :J], numbers[:, J], numbers[:, J + 1], numbers[:, J + 2] = 1, J - 1, J, 0
         return numbers
 
-    with there(monkeypatch) as device:
-        model = moved(llama.__wrapped__().to(dtype))
+    with fake_cuda(monkeypatch) as device:
+        model = to_fake_cuda(llama.__wrapped__().to(dtype))
         drafter = make(model)
 
         def counted(*args):
-            waits, fetches = len(device.waits), device.fetches
+            syncs, fetches = len(device.syncs), device.fetches
             rows = advance(*args)
-            found.append((device.waits[waits:], device.fetches - fetches))
+            found.append((device.syncs[syncs:], device.fetches - fetches))
             return rows
 
         monkeypatch.setattr(batches, "advance", counted)
@@ -91,8 +93,8 @@ CASES = [*SHORT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG 
 
 
 @pytest.mark.parametrize(("name", "samplings"), CASES)
-def test_a_round_waits_for_nothing_but_its_fetch(monkeypatch, name, samplings):
-    """Rows leave meanwhile, passes are recorded and replayed, and of the head's target the states are shown."""
+def test_a_round_waits_for_nothing_but_its_copy(monkeypatch, name, samplings):
+    """Meanwhile rows finish, passes are captured and replayed, and heads receive the target's hidden states."""
     found, device = rounds(monkeypatch, DRAFTERS[name], samplings=ALL[samplings])
     assert found == [([], 2 if name in READS else 1)] * len(found)
     assert device.recorded > 0
@@ -114,13 +116,13 @@ def test_in_bfloat16_too(monkeypatch, name):
 
 @pytest.mark.parametrize("samplings", ["warm", "edited"])
 @pytest.mark.parametrize("name", ["ngram", "head"])
-def test_log_probabilities_come_in_the_same_fetch(monkeypatch, name, samplings):
+def test_log_probabilities_come_in_the_same_copy(monkeypatch, name, samplings):
     found, _ = rounds(monkeypatch, DRAFTERS[name], samplings=ALL[samplings], logprobs=True)
     assert found == [([], 1)] * len(found)
 
 
 @pytest.mark.parametrize("name", ["ngram", "head"])
-def test_a_grammar_costs_one_fetch_more(monkeypatch, name):
+def test_a_grammar_costs_one_copy_more(monkeypatch, name):
     found, _ = rounds(monkeypatch, DRAFTERS[name], allowed=lambda text: torch.ones(V, dtype=torch.bool))
     assert found == [([], 2)] * len(found)
 
@@ -142,21 +144,21 @@ TREE_CASES = [*SHORT_TREES, *(pytest.param(*c, marks=pytest.mark.slow) for c in 
 
 
 @pytest.mark.parametrize(("name", "samplings"), TREE_CASES)
-def test_the_round_of_a_tree_waits_for_nothing_but_its_fetch(monkeypatch, name, samplings):
-    """Its passes are recorded, with the parents as data; rows of likeliest paths and of drawn ones go together."""
+def test_the_round_of_a_tree_waits_for_nothing_but_its_copy(monkeypatch, name, samplings):
+    """Passes are captured with the parents as data; greedy trees and drawn ones share a batch."""
     found, device = rounds(monkeypatch, TREES[name], "tree", ALL[samplings])
     assert found == [([], 2 if name in (*READS, "chain") else 1)] * len(found)
     assert device.recorded > 0
 
 
 @pytest.mark.parametrize("name", ["model", "head"])
-def test_log_probabilities_of_a_tree_come_in_the_same_fetch(monkeypatch, name):
+def test_log_probabilities_of_a_tree_come_in_the_same_copy(monkeypatch, name):
     found, _ = rounds(monkeypatch, TREES[name], "tree", logprobs=True)
     assert found == [([], 2 if name in READS else 1)] * len(found)
 
 
-class Curious(NGram):
-    """Looks, sends with waiting, and mixes in what lies on the host."""
+class Misbehaving(NGram):
+    """Calls `does` on every draft: it reads values, copies with blocking, or mixes in CPU tensors."""
 
     def __init__(self, does):
         super().__init__()
@@ -178,14 +180,14 @@ class Curious(NGram):
         (lambda draft: draft.lengths.copy_(torch.ones(len(draft.lengths), dtype=torch.long)), "copy_"),
     ],
 )
-def test_a_wait_is_seen(monkeypatch, does, seen):
-    found, _ = rounds(monkeypatch, lambda model: Curious(does))
-    assert [waits[0] for waits, _ in found] == [seen] * len(found)
+def test_a_sync_is_detected(monkeypatch, does, seen):
+    found, _ = rounds(monkeypatch, lambda model: Misbehaving(does))
+    assert [syncs[0] for syncs, _ in found] == [seen] * len(found)
 
 
-def test_what_lies_on_the_host_is_not_mixed_in(monkeypatch):
+def test_mixing_in_a_cpu_tensor_is_refused(monkeypatch):
     with pytest.raises(Exception, match="two devices, cuda:0 and cpu"):
-        rounds(monkeypatch, lambda model: Curious(lambda draft: draft.lengths + torch.ones(len(draft.lengths))))
+        rounds(monkeypatch, lambda model: Misbehaving(lambda draft: draft.lengths + torch.ones(len(draft.lengths))))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +198,6 @@ def test_what_lies_on_the_host_is_not_mixed_in(monkeypatch):
     ],
     ids=["read", "written"],
 )
-def test_a_mask_is_no_index(monkeypatch, does):
-    with pytest.raises(AssertionError, match="indexing by a mask waits"):
-        rounds(monkeypatch, lambda model: Curious(does))
+def test_indexing_by_a_mask_is_refused(monkeypatch, does):
+    with pytest.raises(AssertionError, match="indexing by a mask synchronises"):
+        rounds(monkeypatch, lambda model: Misbehaving(does))

@@ -1,8 +1,8 @@
-"""A grammar under speculation: the mask at every scored position is that of the text before it, draft included.
+"""Constrained decoding: the mask at every scored position is that of the text before it, draft included.
 
-The distribution is held to whole forwards of every prefix with the same masks, by G-test: 3,000 texts of three tokens, of at
-most 125 kinds (λ = 118): a total variation of 0.1 shows. α = 1e-6 a test, seeds fixed. The control, a grammar that does
-not see the draft, fails with as many.
+Texts are compared with full forward passes of every prefix under the same masks, by G-test: 3,000 texts of three
+tokens, at most 125 different ones (λ = 118), find a total variation of 0.1. α = 1e-6 per test, seeds fixed. The
+control, a grammar that does not see the draft, fails with as many.
 """
 
 from itertools import product
@@ -14,9 +14,9 @@ import draftproof as dp
 from draftproof.core.sampling import SamplingParams
 from draftproof.engine import grammar
 from draftproof.engine.engine import Engine
-from engine.many_texts import talk, unchecked
+from engine.many_texts import sample_texts, unchecked
 from engine.plain_distribution import counts, joint_distribution, next_distributions
-from engine.scripted import Knowing, cycle
+from engine.scripted import ScriptedDrafter, cycle
 from engine.tiny import PROMPT, V, llama, neighbour
 from g_test import g_test
 
@@ -25,14 +25,14 @@ WARM = SamplingParams(temperature=1.2, top_p=0.97)
 
 
 def thirds(output):
-    """Two thirds of the tokens; which ones depends on all that was said."""
+    """Allow two thirds of the tokens; which ones depends on the whole output."""
     return (torch.arange(V) + sum((i + 1) * token for i, token in enumerate(output))) % 3 != 0
 
 
 def p_value(drafter, rule: str) -> float:
     slots = 4 if rule == "tree" else 3
     engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=slots, max_batch=500)
-    made = talk(engine, PROMPT, [WARM], 3000, length=3, budget=4, allowed=thirds)
+    made = sample_texts(engine, PROMPT, [WARM], 3000, length=3, budget=4, allowed=thirds)
     assert made.drafting_mattered
     return g_test(counts(made.texts, V), joint_distribution(llama(), PROMPT, WARM, 3, thirds))
 
@@ -59,7 +59,7 @@ def test_a_grammar_that_does_not_see_the_draft_is_caught(monkeypatch):
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_a_grammar_is_only_asked_about_texts_that_it_allows(drafter):
-    """Whatever the draft says: a real grammar has no answer to anything else."""
+    """Whatever is drafted: a real grammar has no mask for other texts."""
     asked = []
 
     def allowed(output):
@@ -80,28 +80,28 @@ def test_a_grammar_that_allows_nothing_fails_its_request():
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled", "tree"])
-def test_a_drafted_end_token_behind_which_nothing_is_allowed_is_an_ordinary_end(rule):
+def test_a_drafted_end_token_after_which_nothing_is_allowed_is_an_ordinary_end(rule):
     def until_three(output):
         return torch.full((8,), 3 not in output)
 
-    engine = Engine(cycle(1, 2, 3), None, Knowing([1, 2, 3] * 9), rule=rule, num_draft_tokens=5, eos={3})
+    engine = Engine(cycle(1, 2, 3), None, ScriptedDrafter([1, 2, 3] * 9), rule=rule, num_draft_tokens=5, eos={3})
     [output] = engine.generate([[1]], allowed=until_three, max_tokens=9)
     assert (output.tokens, output.finish_reason, output.error) == ([2, 3], "stop", None)
 
 
-def nothing_behind_five(output):
+def nothing_after_five(output):
     return torch.full((V,), 5 not in output)
 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("rule", ["token", "block", "coupled", "tree"])
 def test_a_dead_end_fails_just_those_requests_that_get_there(rule):
-    """3,000 texts of three tokens, those that died behind a 5 counted as they are: TV 0.14. A draft that merely leads
-    there changes nothing."""
+    """3,000 texts of three tokens, those that failed after a 5 included, find a TV of 0.14. A draft that merely leads
+    to a 5 changes nothing."""
     engine = dp.load(llama(), neighbour(), rule=rule, num_draft_tokens=4, max_batch=500)
     wanted = [SamplingParams(seed=i) for i in range(3000)]
     with unchecked():
-        outputs = engine.generate([list(PROMPT)] * 3000, wanted, max_tokens=3, allowed=nothing_behind_five)
+        outputs = engine.generate([list(PROMPT)] * 3000, wanted, max_tokens=3, allowed=nothing_after_five)
     assert {output.finish_reason for output in outputs} == {"length", "error"}
     texts = torch.tensor([(output.tokens + [DEAD] * 3)[:3] for output in outputs])
     assert g_test(counts(texts, V + 1), dying_distribution()) > ALPHA
@@ -111,7 +111,7 @@ DEAD = V
 
 
 def dying_distribution():
-    """The joint distribution of three tokens with one token more, which alone can follow a 5 and itself."""
+    """Return the joint distribution of three tokens, with one extra token that alone can follow a 5 and itself."""
     dist = torch.ones((), dtype=torch.float64)
     for n in range(3):
         rows = []
@@ -119,27 +119,28 @@ def dying_distribution():
             dead = torch.zeros(V + 1, dtype=torch.float64)
             dead[DEAD] = 1
             alive = {5, DEAD}.isdisjoint(prefix)
-            distribution_here = (
-                next_distributions(llama(), [[*PROMPT, *prefix]], SamplingParams(), len(PROMPT))[0] if alive else None
-            )
-            rows.append(dead if distribution_here is None else torch.nn.functional.pad(distribution_here, (0, 1)))
+            if not alive:
+                rows.append(dead)
+                continue
+            [here] = next_distributions(llama(), [[*PROMPT, *prefix]], SamplingParams(), len(PROMPT))
+            rows.append(torch.nn.functional.pad(here, (0, 1)))
         dist = (dist.flatten()[:, None] * torch.stack(rows)).flatten()
     return dist
 
 
 @pytest.mark.parametrize("mask", [torch.ones(V), torch.ones(V + 1, dtype=torch.bool)])
-def test_what_is_no_mask_is_refused(mask):
-    with pytest.raises(ValueError, match=r"allowed\(prefix\) must give a boolean mask of \[8\]"):
+def test_an_answer_that_is_not_a_mask_is_refused(mask):
+    with pytest.raises(RuntimeError, match=r"grammar failed: ValueError: allowed\(prefix\) must return a boolean mask"):
         dp.load(llama(), "ngram").generate([1], allowed=lambda output: mask)
 
 
 def test_greedy_takes_the_best_of_what_is_allowed():
-    """Says 1 2 3 1 2 3 … as far as it may; every third token must be a 7."""
+    """The target emits 1 2 3 1 2 3 … where it may; every third token must be a 7."""
 
     def sevens(output):
         mask = torch.ones(8, dtype=torch.bool)
         return mask if len(output) % 3 != 2 else torch.arange(8) == 7
 
-    engine = Engine(cycle(1, 2, 3), None, Knowing([1, 2, 3] * 9), num_draft_tokens=4)
+    engine = Engine(cycle(1, 2, 3), None, ScriptedDrafter([1, 2, 3] * 9), num_draft_tokens=4)
     made = engine.generate([1], temperature=0, allowed=sevens, max_tokens=5)
     assert made.tokens == [2, 3, 7, 0, 0]

@@ -1,6 +1,7 @@
-"""Greedy text is transformers' own greedy text, in every family, whoever drafts.
+"""Greedy text equals transformers' own greedy text, in every family and with every drafter.
 
-The only excuse is a top-2 margin below 1e-4, counted; behind it the comparison starts again from what was said.
+Only near ties may differ: top-2 margins below 1e-4. They are counted, and the comparison continues after them
+(near_ties.py).
 """
 
 import copy
@@ -10,7 +11,7 @@ import torch
 import transformers as tf
 
 import draftproof as dp
-from engine.near_ties import excused
+from engine.near_ties import count_near_ties
 from models.families import CONFIGS, family
 from models.test_encoder_decoder import SOURCES, pair
 
@@ -19,17 +20,17 @@ LENGTH = 16
 
 
 def noisy(model: tf.PreTrainedModel) -> tf.PreTrainedModel:
-    """A drafter beside the model: right often, and not always."""
-    twin = copy.deepcopy(model)
+    """Make a drafter from the model with noise in its weights: often right, but not always."""
+    drafter = copy.deepcopy(model)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(1)
-        for weight in twin.parameters():
+        for weight in drafter.parameters():
             weight += torch.randn_like(weight) * weight.std() * 0.05 if weight.numel() > 1 else 0
-    return twin
+    return drafter
 
 
 def plain_text(model, prompt, length):
-    """Nothing but transformers."""
+    """Return transformers' own greedy text."""
     ids = torch.tensor([prompt])
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
     return made[0, len(prompt) :].tolist()
@@ -43,10 +44,10 @@ def margin(model, text):
 
 def differences(model, outputs, prompts=PROMPTS):
     return sum(
-        excused(
+        count_near_ties(
             output.tokens,
-            lambda said, prompt=prompt: plain_text(model, [*prompt, *said], LENGTH - len(said)),
-            lambda said, prompt=prompt: margin(model, [*prompt, *said]),
+            lambda prefix, prompt=prompt: plain_text(model, [*prompt, *prefix], LENGTH - len(prefix)),
+            lambda prefix, prompt=prompt: margin(model, [*prompt, *prefix]),
         )
         for output, prompt in zip(outputs, prompts, strict=True)
     )
@@ -66,9 +67,9 @@ def test_greedy_text_is_transformers_greedy_text(name):
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
 @pytest.mark.parametrize("drafter", ["ngram", "prompt-lookup", None])
-def test_an_encoder_decoder_says_transformers_greedy_text(name, drafter):
+def test_an_encoder_decoder_gives_transformers_greedy_text(name, drafter):
     model, _ = pair(name)
-    model.generation_config.forced_eos_token_id = None  # BART's own: a processor, which an engine does not take over
+    model.generation_config.forced_eos_token_id = None  # BART's own logits processor, which the engine does not apply
     engine = dp.load(model, drafter, num_draft_tokens=3, max_batch=2)
     outputs = engine.generate(SOURCES, temperature=0, max_tokens=LENGTH)
     for source, output in zip(SOURCES, outputs, strict=True):
@@ -86,12 +87,12 @@ def test_a_difference_that_is_not_rounding_is_caught():
 
 def test_a_text_that_ends_too_early_is_caught():
     with pytest.raises(AssertionError, match="token 2 differs"):
-        excused([3, 4], lambda said: [3, 4, 5][len(said) :], lambda said: 1.0)
+        count_near_ties([3, 4], lambda prefix: [3, 4, 5][len(prefix) :], lambda prefix: 1.0)
 
 
-def test_a_level_difference_is_excused_once_and_the_rest_is_compared():
-    def plain(said):
-        return [3, 4, 5, 6][len(said) :]
+def test_near_ties_are_counted_and_the_rest_is_compared():
+    def plain(prefix):
+        return [3, 4, 5, 6][len(prefix) :]
 
-    assert excused([3, 9, 5, 6], plain, lambda said: 0.0) == 1
-    assert excused([3, 9, 5, 7], plain, lambda said: 0.0) == 2
+    assert count_near_ties([3, 9, 5, 6], plain, lambda prefix: 0.0) == 1
+    assert count_near_ties([3, 9, 5, 7], plain, lambda prefix: 0.0) == 2

@@ -1,9 +1,9 @@
-"""With a head as drafter the text has exactly the target's distribution: joint distributions of three tokens, by G-test.
+"""With a head as drafter, texts have exactly the target's distribution: joint of three tokens, by G-test.
 
-False alarms: α = 1e-6 a test, seeds fixed. With 2000 texts over 512 cells a total variation of about 0.12 is seen. The
-controls are real mistakes of that kind and must fail with half as many texts; stale states and a missing closing token
-are mistakes too, but cost acceptance only, which is shown as well. The head is fitted to the target for two seconds,
-so that some of its guesses stand and some fall.
+False alarms: α = 1e-6 per test, seeds fixed. 2000 texts over 512 cells find a total variation of about 0.12. The
+controls are real bugs and must fail with half as many texts. Stale states and a missing last token are bugs too, but
+only cost acceptance, which is shown as well. The head is trained on the target for two seconds, so that some of its
+tokens are accepted and some rejected.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.interface import Context, TargetOutputs
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
-from engine.many_texts import Talk, talk
+from engine.many_texts import SampledTexts, sample_texts
 from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import PROMPT, V, llama
 from engine.tiny_heads import on_target
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.statistical
 
 ALPHA = 1e-6
 TEXTS, LENGTH, REDUCED = 2000, 3, 6
-FEW = 600
-"""Where rows are worked on one by one (penalties, mixed samplings, an automaton each): a bias of 0.2 is seen."""
+FEWER_TEXTS = 600
+"""Texts where rows are processed one by one (penalties, mixed samplings, suffix automata); they find a TV of 0.2."""
 WARM = SamplingParams(temperature=0.7)
 CUT = SamplingParams(temperature=1.2, top_k=6, top_p=0.9)
 WARY = SamplingParams(repetition_penalty=1.4, frequency_penalty=0.5, logit_bias={2: 1.5, 4: -0.5})
@@ -47,13 +47,13 @@ CASES = {
 }
 
 
-def said(drafter, rule: str, samplings, n: int = TEXTS, slots: int = 3) -> Talk:
+def sampled(drafter, rule: str, samplings, n: int = TEXTS, slots: int = 3) -> SampledTexts:
     engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=slots, max_batch=500)
-    return talk(engine, PROMPT, samplings, n, length=LENGTH, budget=LENGTH + 3)
+    return sample_texts(engine, PROMPT, samplings, n, length=LENGTH, budget=LENGTH + 3)
 
 
-def p_values(made: Talk, samplings) -> list[float]:
-    """One for each sampling: its texts are every so many-th."""
+def p_values(made: SampledTexts, samplings) -> list[float]:
+    """Return one p-value per sampling; its texts are every len(samplings)-th."""
     dists = [joint_distribution(llama(), PROMPT, sampling, LENGTH) for sampling in samplings]
     return [g_test(counts(made.texts[i :: len(dists)], V), dist) for i, dist in enumerate(dists)]
 
@@ -63,35 +63,35 @@ def head(rule: str, size: int = REDUCED) -> HeadDrafter:
 
 
 @pytest.mark.parametrize(("rule", "sampling"), CASES.values(), ids=CASES.keys())
-def test_a_head_leaves_the_distribution_as_it_is(rule, sampling):
-    texts = FEW if sampling is WARY else TEXTS
-    made = said(head(rule), rule, [sampling], texts, slots=5 if rule == "tree" else 3)
+def test_a_head_keeps_the_targets_distribution(rule, sampling):
+    texts = FEWER_TEXTS if sampling is WARY else TEXTS
+    made = sampled(head(rule), rule, [sampling], texts, slots=5 if rule == "tree" else 3)
     assert made.drafting_mattered
     assert min(p_values(made, [sampling])) > ALPHA
 
 
-def test_a_head_that_ends_drafts_behind_weak_tokens_does_too():
-    made = said(HeadDrafter(on_target(REDUCED), confidence=0.4), "block", [WARM])
+def test_a_head_that_ends_drafts_after_weak_tokens_keeps_it_too():
+    made = sampled(HeadDrafter(on_target(REDUCED), confidence=0.4), "block", [WARM])
     assert made.drafting_mattered
     assert min(p_values(made, [WARM])) > ALPHA
 
 
 @pytest.mark.parametrize("rule", ["block", "tree"])
 def test_rows_of_all_kinds_in_one_batch_keep_their_distributions(rule):
-    made = said(head(rule), rule, MIXED, FEW)
+    made = sampled(head(rule), rule, MIXED, FEWER_TEXTS)
     assert min(p_values(made, MIXED)) > ALPHA
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "tree"])
 def test_rows_that_copy_beside_rows_that_draw_keep_their_distributions(rule):
-    """Copied and drawn rows come to lie in one batch: texts differ in how soon they repeat themselves."""
-    watched = Watched(Switch(Suffix(branches=2 if rule == "tree" else 1), head(rule), enough=4))
-    made = said(watched, rule, [WARM], FEW)
+    """One batch holds copied and drawn rows: texts differ in how soon they repeat themselves."""
+    watched = MixedDraftCounter(Switch(Suffix(branches=2 if rule == "tree" else 1), head(rule), enough=4))
+    made = sampled(watched, rule, [WARM], FEWER_TEXTS)
     assert watched.mixed > 0
     assert min(p_values(made, [WARM])) > ALPHA
 
 
-class Watched:
+class MixedDraftCounter:
     """Counts the drafts in which some rows are chosen and some drawn."""
 
     def __init__(self, inner: Switch) -> None:
@@ -120,7 +120,7 @@ def test_coupled_texts_are_the_plain_seeded_ones(size):
         assert sum(output.stats.accepted for output in outputs) > 0
 
 
-# --------------------------------------------------------------------------------------------- controls: a wrong distribution
+# ------------------------------------------------------------------------------------ controls: a wrong distribution
 
 
 class RawDistribution(HeadDrafter):
@@ -134,32 +134,32 @@ class RawDistribution(HeadDrafter):
 
 
 class Unnormalised(HeadDrafter):
-    """Declares probabilities normalised over the whole vocabulary, though it never says the rest of it."""
+    """Declares probabilities normalised over the whole vocabulary, though it only draws from a part of it."""
 
     def propose(self, contexts, k, rng):
         draft = super().propose(contexts, k, rng)
         if draft.q is None:
             return draft
-        outside = torch.full_like(draft.q.lse, 0.5).log()  # as much again lies outside
+        outside = torch.full_like(draft.q.lse, 0.5).log()  # as if as much mass lay outside
         return replace(draft, q=replace(draft.q, lse=draft.q.lse - outside))
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("control", [RawDistribution, Unnormalised])
 def test_a_head_that_lies_about_its_distribution_is_caught(control, rule):
-    made = said(control(on_target(4)), rule, [COLD], TEXTS // 2)
+    made = sampled(control(on_target(4)), rule, [COLD], TEXTS // 2)
     assert min(p_values(made, [COLD])) < ALPHA
 
 
 def test_the_same_test_passes_the_head_itself():
-    assert min(p_values(said(HeadDrafter(on_target(4)), "token", [COLD], TEXTS // 2), [COLD])) > ALPHA
+    assert min(p_values(sampled(HeadDrafter(on_target(4)), "token", [COLD], TEXTS // 2), [COLD])) > ALPHA
 
 
-# --------------------------------------------------------------------------- controls: the distribution is kept, at some cost
+# ------------------------------------------------------------------- controls: the distribution is kept, at some cost
 
 
 class Stale(HeadDrafter):
-    """Never sees another state than the one it began with."""
+    """Drafts from zeros instead of the target's states."""
 
     def propose(self, contexts, k, rng):
         for context in contexts:
@@ -172,7 +172,7 @@ class Stale(HeadDrafter):
 
 @dataclass(frozen=True)
 class Before:
-    """A context without its closing token."""
+    """A context without its last token."""
 
     context: Context
 
@@ -184,16 +184,16 @@ class Before:
         return self.context.tokens[:-1]
 
 
-class WithoutClosing(HeadDrafter):
-    """Has no entry for the closing token, and drafts from the one before."""
+class WithoutLast(HeadDrafter):
+    """Ignores the context's last token, and drafts from the one before."""
 
     def propose(self, contexts, k, rng):
         return super().propose([Before(context) for context in contexts], k, rng)
 
 
-@pytest.mark.parametrize("make", [Stale, WithoutClosing])
+@pytest.mark.parametrize("make", [Stale, WithoutLast])
 def test_a_head_that_misreads_keeps_the_distribution_and_loses_speed(make):
-    right, wrong = (said(each(on_target()), "block", [WARM], TEXTS // 2) for each in (HeadDrafter, make))
+    right, wrong = (sampled(each(on_target()), "block", [WARM], TEXTS // 2) for each in (HeadDrafter, make))
     assert min(p_values(wrong, [WARM])) > ALPHA
     chance = 5 * (0.25 / wrong.drafted + 0.25 / right.drafted) ** 0.5  # five deviations: α < 1e-6
     assert wrong.accepted / wrong.drafted < right.accepted / right.drafted - chance

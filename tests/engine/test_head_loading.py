@@ -1,4 +1,4 @@
-"""Heads by name: where they are looked for, whom they are refused, and what is taken where none is named."""
+"""Heads by name: where they are found, when they are refused, and what the default drafter is."""
 
 import copy
 
@@ -37,7 +37,7 @@ def test_a_head_in_a_folder_drafts(folder):
     assert type(engine.drafter) is HeadDrafter
     outputs = engine.generate([list(PROMPT)] * 8, temperature=0.8, max_tokens=20)
     drafted, accepted = (sum(getattr(output.stats, part) for output in outputs) for part in ("drafted", "accepted"))
-    assert 0.2 * drafted < accepted < drafted, "what was fitted is kept more often than chance"
+    assert 0.2 * drafted < accepted < drafted, "a trained head is accepted more often than chance"
     assert all(output.stats.drafts > 0 for output in outputs)
 
 
@@ -47,7 +47,7 @@ def test_a_head_beside_a_suffix_automaton_has_a_name(folder):
     assert engine.generate([list(PROMPT)], temperature=0, max_tokens=20)[0].stats.accepted > 0
 
 
-def test_a_head_goes_with_auto_pace_and_batches_that_change(folder):
+def test_a_head_works_with_auto_lengths_and_a_changing_batch(folder):
     engine = dp.load(llama(), f"head:{folder}", max_batch=2)
     outputs = engine.generate([list(PROMPT), [3], [1, 2] * 9, [5, 5]], temperature=0, max_tokens=[12, 3, 20, 1])
     plain = dp.load(llama(), None).generate([list(PROMPT), [3], [1, 2] * 9, [5, 5]], temperature=0, max_tokens=20)
@@ -65,7 +65,7 @@ def test_a_head_on_another_target_is_refused(folder):
         dp.load(family("gpt2"), f"suffix+head:{folder}")
 
 
-def test_a_target_that_shows_no_states_is_refused(folder):
+def test_a_target_without_hidden_states_is_refused(folder):
     with pytest.raises(ValueError, match=r"causal transformers model; the target is a Toy"):
         dp.load(cycle(0, 1, 2), f"head:{folder}")
 
@@ -76,7 +76,7 @@ def test_a_folder_without_a_head_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["head", "suffix+head"])
-def test_where_no_head_is_shipped_its_name_says_so(name, tmp_path, monkeypatch):
+def test_the_name_of_a_head_that_is_not_shipped_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.setattr(fitted, "SHIPPED", tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"this installation has none: name one, \"head:folder\""):
         dp.load(llama(), name)

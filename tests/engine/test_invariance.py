@@ -1,7 +1,7 @@
-"""A request's text depends on the request alone: not on its neighbours, its row, padding, or who comes and goes.
+"""A request's text depends on the request alone: not on its row, its batch, padding, or rows that start and finish.
 
-The targets are tables, so that passes of different shapes agree to the last bit and no difference has an excuse; the
-same over a real cache, up to rounding, is in test_greedy.py and test_coupled.py.
+The targets are tables, so that passes of different shapes agree to the last bit and no difference is allowed. Real
+caches, where rounding differs, are tested in test_greedy.py and test_coupled.py.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ DRAFTERS = {
     "suffix": lambda rule: Suffix(branches=2 if rule == "tree" else 1),
     "prompt-lookup": lambda rule: PromptLookup(),
     "model": lambda rule: ModelDrafter(NEAR, branches=2 if rule == "tree" else 1),
-    "nobody": lambda rule: None,
+    "none": lambda rule: None,
 }
 every_pair = [
     pytest.mark.parametrize("drafter", DRAFTERS),
@@ -49,7 +49,7 @@ every_pair = [
 
 
 def texts(drafter, rule, rows, max_batch, length=4):
-    """The tokens of these requests, by their number."""
+    """Return the tokens of these requests, by their number."""
     engine = dp.load(TARGET, DRAFTERS[drafter](rule), rule=rule, num_draft_tokens=length, max_batch=max_batch)
     with unchecked():
         outputs = engine.generate(
@@ -61,23 +61,23 @@ def texts(drafter, rule, rows, max_batch, length=4):
 @every_pair[0]
 @every_pair[1]
 def test_a_row_does_not_depend_on_its_neighbours(drafter, rule):
-    everyone = range(len(PROMPTS))
-    alone = {r: texts(drafter, rule, [r], 1)[r] for r in everyone}
-    assert texts(drafter, rule, [*everyone], 6) == alone
+    all_rows = range(len(PROMPTS))
+    alone = {r: texts(drafter, rule, [r], 1)[r] for r in all_rows}
+    assert texts(drafter, rule, [*all_rows], 6) == alone
     assert texts(drafter, rule, [5, 3, 0, 2, 4, 1], 6) == alone, "another order of rows"
-    assert texts(drafter, rule, [*everyone], 2) == alone, "rows that wait, and enter as others leave"
-    assert [len(alone[r]) for r in everyone] == BUDGETS
+    assert texts(drafter, rule, [*all_rows], 2) == alone, "rows that wait until others finish"
+    assert [len(alone[r]) for r in all_rows] == BUDGETS
 
 
 @pytest.mark.parametrize("length", [1, 7, "auto"])
 def test_nor_does_it_with_other_draft_lengths(length):
-    everyone = [*range(len(PROMPTS))]
-    alone = {r: texts("model", "block", [r], 1, length)[r] for r in everyone}
-    assert texts("model", "block", everyone, 3, length) == alone
+    all_rows = [*range(len(PROMPTS))]
+    alone = {r: texts("model", "block", [r], 1, length)[r] for r in all_rows}
+    assert texts("model", "block", all_rows, 3, length) == alone
 
 
 def test_seeds_tell_texts_apart():
-    """Without a seed of one's own every request gets a new one; with one it is always the same text."""
+    """A request without a seed gets a new one; a request with one always gives the same text."""
     engine = dp.load(TARGET, ModelDrafter(NEAR), max_batch=10)
     assert len({tuple(o.tokens) for o in engine.generate([PROMPTS[0]] * 10, max_tokens=20)}) == 10
     assert len({tuple(o.tokens) for o in engine.generate([PROMPTS[0]] * 10, max_tokens=20, seed=4)}) == 1

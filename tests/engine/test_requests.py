@@ -1,4 +1,4 @@
-"""What goes wrong with one request stays with it; what was asked for is given, and what is not known is refused."""
+"""Requests: errors of one do not affect others, options are honoured, and unknown options are refused."""
 
 import math
 
@@ -12,7 +12,7 @@ from draftproof.core.types import InexactError
 from draftproof.engine.engine import Engine, Limits
 from draftproof.models.toy import Toy
 from engine.plain_distribution import next_distributions
-from engine.scripted import Counted, Knowing, cycle
+from engine.scripted import CountingTarget, ScriptedDrafter, cycle
 from engine.tiny import PROMPT, V, llama, neighbour
 
 RULES = ["token", "block", "coupled", "tree"]
@@ -21,7 +21,7 @@ RULES = ["token", "block", "coupled", "tree"]
 
 
 def broken_at(token: int, value: float) -> Toy:
-    """Says 1 2 3 1 2 3 …, but has lost its mind behind `token`."""
+    """Make a target that emits 1 2 3 1 2 3 …, with scores of `value` after `token`."""
     model = cycle(1, 2, 3)
     model.table[token] = value
     return model
@@ -32,8 +32,8 @@ def broken_at(token: int, value: float) -> Toy:
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(seed=0), SamplingParams(temperature=0), SamplingParams(top_p=0.9, seed=0)]
 )
-def test_scores_that_are_no_distribution_fail_their_request_and_no_other(sampling, value, rule):
-    engine = Engine(broken_at(5, value), None, Knowing([1, 2, 3] * 9), rule=rule, num_draft_tokens=3)
+def test_scores_that_are_not_a_distribution_fail_their_request_and_no_other(sampling, value, rule):
+    engine = Engine(broken_at(5, value), None, ScriptedDrafter([1, 2, 3] * 9), rule=rule, num_draft_tokens=3)
     outputs = engine.generate([[1, 2], [1, 5], [3, 1, 2]], sampling, max_tokens=8)
     assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
     assert outputs[0].tokens == [3, 1, 2, 3, 1, 2, 3, 1]
@@ -42,24 +42,24 @@ def test_scores_that_are_no_distribution_fail_their_request_and_no_other(samplin
     assert "the scores after token 2 are not a distribution" in outputs[1].error
 
 
-def test_what_was_said_before_the_scores_broke_is_kept():
+def test_tokens_before_broken_scores_are_kept():
     model = broken_at(3, math.nan)
     [output] = Engine(model, None, None).generate([[1]], max_tokens=8)
     assert (output.tokens, output.finish_reason) == ([2, 3], "error")
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_scores_that_are_broken_only_behind_a_refused_draft_harm_nobody(rule):
-    """The drafter leads to 5, where the scores are NaN; the target never goes there."""
-    engine = Engine(broken_at(5, math.nan), None, Knowing([1, 5, 5, 5] * 9), rule=rule, num_draft_tokens=3)
+def test_scores_that_are_broken_only_after_a_rejected_draft_token_do_no_harm(rule):
+    """The drafter proposes 5, after which scores are NaN; the target never emits it."""
+    engine = Engine(broken_at(5, math.nan), None, ScriptedDrafter([1, 5, 5, 5] * 9), rule=rule, num_draft_tokens=3)
     output = engine.generate([1], max_tokens=8)
     assert output.tokens == [2, 3, 1, 2, 3, 1, 2, 3]
     assert output.stats.drafted > 8
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_a_round_said_before_the_scores_broke_is_kept(rule):
-    engine = Engine(broken_at(3, math.nan), None, Knowing([1, 2, 3, 1, 2]), rule=rule, num_draft_tokens=4)
+def test_tokens_of_a_round_before_broken_scores_are_kept(rule):
+    engine = Engine(broken_at(3, math.nan), None, ScriptedDrafter([1, 2, 3, 1, 2]), rule=rule, num_draft_tokens=4)
     [output] = engine.generate([[1]], max_tokens=8)
     assert (output.tokens, output.finish_reason) == ([2, 3], "error")
     assert "the scores after token 3 are not a distribution" in output.error
@@ -85,8 +85,8 @@ def test_a_drafter_with_broken_scores_costs_nothing_but_its_drafts():
 
 
 def test_closing_a_stream_stops_the_work():
-    target = Counted(cycle(1, 2, 3))
-    engine = Engine(target, None, Knowing([1, 2, 3] * 30), num_draft_tokens=2)
+    target = CountingTarget(cycle(1, 2, 3))
+    engine = Engine(target, None, ScriptedDrafter([1, 2, 3] * 30), num_draft_tokens=2)
     stream = engine.stream([1], max_tokens=60)
     assert next(stream).tokens == [2, 3, 1]
     passes = target.passes
@@ -95,8 +95,8 @@ def test_closing_a_stream_stops_the_work():
     assert engine.generate([1], max_tokens=4).tokens == [2, 3, 1, 2], "the engine can be used again"
 
 
-def test_a_batch_ends_between_rounds_with_what_was_said():
-    """Of three texts two run side by side, and the third has not begun when the second round is the last."""
+def test_a_cancelled_batch_ends_between_rounds_and_keeps_its_tokens():
+    """Two of three texts run side by side; the third has not started when the second round is the last."""
     engine = Engine(cycle(1, 2, 3), None, None, limits=Limits(max_batch=2))
     rounds = iter([True, False])
     outputs = engine.generate([[1], [2], [3]], max_tokens=[5, 2, 5], go_on=lambda: next(rounds))
@@ -106,7 +106,7 @@ def test_a_batch_ends_between_rounds_with_what_was_said():
 
 
 def test_a_stream_runs_no_round_before_it_is_asked_to():
-    target = Counted(cycle(1, 2, 3))
+    target = CountingTarget(cycle(1, 2, 3))
     stream = Engine(target, None, None).stream([1], max_tokens=5)
     assert target.passes == 0
     next(stream)
@@ -143,9 +143,9 @@ def test_no_logprobs_unless_asked_for():
 
 
 def test_the_figures_add_up():
-    engine = Engine(cycle(1, 2, 3), None, Knowing([1, 2, 3, 1, 2, 3, 0, 2, 3, 1]), num_draft_tokens=3)
+    engine = Engine(cycle(1, 2, 3), None, ScriptedDrafter([1, 2, 3, 1, 2, 3, 0, 2, 3, 1]), num_draft_tokens=3)
     stats = engine.generate([1], max_tokens=9).stats
-    # 2 3 1 kept and 2 | 3 kept, 0 refused, and 1 | 2 3 kept, all that the budget has room for, and 1
+    # rounds: 2 3 1 accepted, then 2 | 3 accepted, 0 rejected, then 1 | 2 3 accepted, as the budget allows, then 1
     assert (stats.rounds, stats.drafts, stats.emitted) == (3, 3, 9)
     assert (stats.drafted, stats.accepted) == (8, 6)
     assert stats.accepted_at == [3, 2, 1]
@@ -170,7 +170,7 @@ def test_plain_decoding_has_no_drafts():
     [
         ({"temprature": 0.7}, TypeError, "unknown option 'temprature'; sampling takes temperature"),
         ({"top_k": 0}, ValueError, "top_k must be None"),
-        ({"max_tokens": -1}, ValueError, "max_tokens must be ≥ 0"),
+        ({"max_tokens": -1}, ValueError, "max_tokens must be a whole number ≥ 0"),
         ({"max_tokens": [1, 2]}, ValueError, "one for each of 1 prompts"),
         ({"sampling": [SamplingParams(), SamplingParams()]}, ValueError, "one for each of 1 prompts; got 2"),
         ({"sampling": SamplingParams(), "top_k": 3}, ValueError, r"sampling or its fields \(top_k\), not both"),
@@ -184,7 +184,11 @@ def test_what_generate_does_not_know_is_refused(options, error, message):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([9], "prompt token 9 is outside the vocabulary"), ("hello", "no tokenizer"), ([[]], "the prompt is empty")],
+    [
+        ([9], "prompt token 9 is outside the vocabulary"),
+        ("hello", "no tokenizer"),
+        ([-3, 2], "prompt token -3 is outside"),
+    ],
 )
 def test_a_prompt_that_cannot_be_read_is_refused(prompt, message):
     with pytest.raises(ValueError, match=message):
@@ -198,8 +202,8 @@ def test_a_prompt_that_cannot_be_read_is_refused(prompt, message):
         ({"drafter": "engram"}, ValueError, "engram"),
         ({"num_draft_tokens": -1}, ValueError, 'num_draft_tokens must be "auto" or a whole number'),
         ({"num_draft_tokens": "much"}, ValueError, "num_draft_tokens"),
-        ({"max_batch": 0}, ValueError, "max_batch must be ≥ 1"),
-        ({"max_length": 0}, ValueError, "max_length must be None or ≥ 1"),
+        ({"max_batch": 0}, ValueError, "max_batch must be a whole number ≥ 1"),
+        ({"max_length": 0}, ValueError, "max_length must be a whole number ≥ 1"),
         ({"drafter": "early-exit:9"}, ValueError, "first_layers"),
         ({"drafter": 3}, ValueError, "drafter must be a name, a folder, a transformers model or a Model; got a int"),
         ({"target": 3}, ValueError, "target must be a name, a folder, a transformers model or a Model; got a int"),
@@ -235,7 +239,7 @@ def test_another_vocabulary_without_a_mapping_is_refused_at_load():
 
 @pytest.mark.parametrize("size", [V - 2, V + 3])
 def test_a_vocabulary_that_is_padded_otherwise_is_served(size):
-    """A larger one is never heard of: what the target has no name for is not drawn."""
+    """Tokens outside the target's vocabulary are never drafted."""
     engine = dp.load(llama(), neighbour(size), num_draft_tokens=4)
     outputs = engine.generate([list(PROMPT)] * 6, max_tokens=20)
     assert max(max(output.tokens) for output in outputs) < V
@@ -245,7 +249,7 @@ def test_a_vocabulary_that_is_padded_otherwise_is_served(size):
 # ------------------------------------------------------------------------------------------------ the user's model
 
 
-def picture(model):
+def snapshot(model):
     return (
         model.config.to_dict(),
         model.generation_config.to_dict(),
@@ -259,18 +263,18 @@ def picture(model):
 @pytest.mark.parametrize("rule", ["block", "tree"])
 def test_a_model_that_is_passed_in_is_never_altered(drafter, rule):
     models = [llama(), neighbour()]
-    before = [picture(model) for model in models]
+    before = [snapshot(model) for model in models]
     engine = dp.load(models[0], models[1] if drafter == "model" else drafter, rule=rule)
     engine.generate([list(PROMPT), [1]], max_tokens=6)
     list(engine.stream([1, 2], max_tokens=4, temperature=0))
-    assert [picture(model) for model in models] == before
+    assert [snapshot(model) for model in models] == before
 
 
-def test_that_picture_shows_a_change():
+def test_the_snapshot_shows_a_change():
     model = neighbour.__wrapped__()
-    before = picture(model)
+    before = snapshot(model)
     model.lm_head.weight.data[0, 0] += 1e-6
-    assert picture(model) != before
+    assert snapshot(model) != before
 
 
 def test_beam_search_is_transformers_own():

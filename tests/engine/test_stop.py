@@ -1,11 +1,11 @@
-"""Where a text ends does not depend on how it fell into rounds: budgets, end tokens, stop strings, the context."""
+"""The end of a text does not depend on its rounds: budgets, end tokens, stop strings, the context length."""
 
 import pytest
 
 import draftproof as dp
 from draftproof.engine.engine import Engine, Limits
 from draftproof.models.toy import Toy
-from engine.scripted import Knowing, cycle
+from engine.scripted import ScriptedDrafter, cycle
 from engine.tiny import PROMPT, llama, neighbour
 from models.tiny_tokenizers import byte_level
 
@@ -14,14 +14,14 @@ TEXT = ROUND * 12
 every_length = pytest.mark.parametrize("k", [0, 1, 2, 3, 4, 7, 11])
 
 
-def speaker(k: int, **options) -> Engine:
-    """Says TEXT, drafts it too, k tokens at a time: every block is kept whole."""
-    return Engine(cycle(*ROUND), None, Knowing(TEXT), num_draft_tokens=k, **options)
+def scripted_engine(k: int, **options) -> Engine:
+    """Make an engine that emits TEXT and drafts it k tokens at a time: every draft is accepted whole."""
+    return Engine(cycle(*ROUND), None, ScriptedDrafter(TEXT), num_draft_tokens=k, **options)
 
 
-def test_blocks_are_kept_whole():
-    """What the tests below cut was really emitted at once."""
-    output = speaker(4).generate([1, 2], max_tokens=20)
+def test_drafts_are_accepted_whole():
+    """The tests below really cut inside the tokens of one round."""
+    output = scripted_engine(4).generate([1, 2], max_tokens=20)
     assert output.stats.accepted == output.stats.drafted > 0
     assert output.stats.rounds == 4
 
@@ -29,26 +29,26 @@ def test_blocks_are_kept_whole():
 @every_length
 @pytest.mark.parametrize("budget", [0, 1, 2, 3, 9])
 def test_a_budget_is_used_up_and_never_overrun(budget, k):
-    engine = speaker(k)
+    engine = scripted_engine(k)
     output = engine.generate([1, 2], max_tokens=budget)
     assert output.tokens == TEXT[2 : 2 + budget]
     assert output.finish_reason == "length"
-    assert all(said + asked < budget for said, asked in engine.drafter.asked), "drafted past the budget"
+    assert all(emitted + asked < budget for emitted, asked in engine.drafter.asked), "drafted past the budget"
 
 
-def test_nothing_is_run_for_a_budget_of_nothing():
-    output = speaker(3).generate([1, 2], max_tokens=0)
+def test_no_round_runs_for_a_budget_of_zero():
+    output = scripted_engine(3).generate([1, 2], max_tokens=0)
     assert (output.tokens, output.text, output.stats.rounds) == ([], "", 0)
 
 
 def test_every_prompt_has_a_budget_of_its_own():
-    outputs = speaker(3).generate([[1, 2], [1, 2], [1, 2]], max_tokens=[0, 5, 2])
+    outputs = scripted_engine(3).generate([[1, 2], [1, 2], [1, 2]], max_tokens=[0, 5, 2])
     assert [output.tokens for output in outputs] == [TEXT[2 : 2 + n] for n in (0, 5, 2)]
 
 
 @every_length
-def test_an_end_token_inside_a_kept_block_ends_the_text(k):
-    output = speaker(k, eos={5}).generate([1, 2], max_tokens=20)
+def test_an_end_token_inside_an_accepted_draft_ends_the_text(k):
+    output = scripted_engine(k, eos={5}).generate([1, 2], max_tokens=20)
     assert output.tokens == [3, 4, 5]
     assert output.finish_reason == "stop"
 
@@ -56,29 +56,29 @@ def test_an_end_token_inside_a_kept_block_ends_the_text(k):
 @every_length
 @pytest.mark.parametrize("eos", [{5, 4}, {0, 4}, {4, 7, 1}])
 def test_of_several_end_tokens_the_first_that_comes_ends_the_text(eos, k):
-    output = speaker(k, eos=eos).generate([1, 2], max_tokens=20)
+    output = scripted_engine(k, eos=eos).generate([1, 2], max_tokens=20)
     assert output.tokens == [3, 4]
 
 
 @every_length
 def test_an_end_token_at_the_end_of_the_budget_is_a_stop(k):
-    output = speaker(k, eos={5}).generate([1, 2], max_tokens=3)
+    output = scripted_engine(k, eos={5}).generate([1, 2], max_tokens=3)
     assert (output.tokens, output.finish_reason) == ([3, 4, 5], "stop")
 
 
 def test_an_end_token_in_the_prompt_ends_nothing():
-    assert speaker(3, eos={1}).generate([1, 2], max_tokens=9).tokens == [3, 4, 5, 1]
+    assert scripted_engine(3, eos={1}).generate([1, 2], max_tokens=9).tokens == [3, 4, 5, 1]
 
 
 @every_length
 def test_a_full_context_ends_the_text(k):
-    output = speaker(k, limits=Limits(max_length=9)).generate([1, 2], max_tokens=20)
+    output = scripted_engine(k, limits=Limits(max_length=9)).generate([1, 2], max_tokens=20)
     assert (output.tokens, output.finish_reason) == (TEXT[2:9], "length")
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "prompt-lookup", "early-exit:1", "model"])
 def test_the_models_own_last_position_ends_the_text(drafter):
-    """Rows of different lengths: those that are full leave, and the others go on to the end."""
+    """Rows of different lengths: full rows finish, and the others continue to the end."""
     model = llama(max_length=16)
     made = neighbour() if drafter == "model" else drafter
     engine = dp.load(model, made, num_draft_tokens=5)
@@ -89,7 +89,7 @@ def test_the_models_own_last_position_ends_the_text(drafter):
 
 def test_a_prompt_that_fills_the_context_is_refused():
     with pytest.raises(ValueError, match="the prompt has 9 tokens; the model has room for fewer than 9"):
-        speaker(2, limits=Limits(max_length=9)).generate(TEXT[:9])
+        scripted_engine(2, limits=Limits(max_length=9)).generate(TEXT[:9])
 
 
 # ---------------------------------------------------------------------------------------------- stop strings
@@ -99,9 +99,9 @@ A, B, C = (WORDS.encode(letter)[0] for letter in "abc")
 
 
 def abc(k: int, eos=()) -> Engine:
-    """Says abcabcabc… by one token a letter."""
+    """Make an engine that emits abcabcabc…, one token per letter."""
     model = cycle(A, B, C, vocab_size=len(WORDS))
-    return Engine(model, WORDS, Knowing([A, B, C] * 20), num_draft_tokens=k, eos=eos)
+    return Engine(model, WORDS, ScriptedDrafter([A, B, C] * 20), num_draft_tokens=k, eos=eos)
 
 
 @every_length
@@ -109,7 +109,7 @@ def abc(k: int, eos=()) -> Engine:
     ("stop", "text", "tokens"),
     [("ca", "ab", 4), ("cab", "ab", 5), ("abc", "", 3), (["bca", "zz"], "a", 4), (["cabca", "ca"], "ab", 4)],
 )
-def test_a_stop_string_is_found_across_the_borders_of_blocks(stop, text, tokens, k):
+def test_a_stop_string_is_found_across_the_borders_of_rounds(stop, text, tokens, k):
     output = abc(k).generate([C], stop=stop, max_tokens=15)
     assert (output.text, len(output.tokens), output.finish_reason) == (text, tokens, "stop")
 
@@ -130,7 +130,7 @@ def test_what_a_stream_shows_is_what_generate_gives():
 
 def test_stop_strings_without_a_tokenizer_are_refused():
     with pytest.raises(ValueError, match="stop strings need a tokenizer"):
-        speaker(2).generate([1], stop="x")
+        scripted_engine(2).generate([1], stop="x")
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [("", WORDS), ([[]], WORDS)])
@@ -145,5 +145,6 @@ def test_an_empty_prompt_begins_with_the_tokenizers_own_first_token(prompt, toke
 
 
 def test_an_empty_prompt_with_nothing_to_begin_with_is_refused():
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        speaker(2).generate([[]])
+    [output] = scripted_engine(2).generate([[]])
+    assert output.finish_reason == "error"
+    assert output.error.startswith("prompt 0: the prompt is empty")

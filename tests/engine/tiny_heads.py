@@ -1,4 +1,4 @@
-"""A tiny head that knows something of the tiny target: fitted for a second or two, always the same."""
+"""A tiny draft head, trained on the tiny target for a second or two with fixed seeds."""
 
 from functools import cache
 
@@ -11,14 +11,14 @@ from draftproof.models.head.taps import embeddings, output_rows, shape_for
 from engine.tiny import V, llama
 
 IDS = (3, 0, 5, 1, 6, 2, 7, 4)
-"""By frequency, as a head's file has them; the first so many are a reduced vocabulary."""
+"""Token ids by falling frequency, as in a head's file; a reduced vocabulary is a prefix of them."""
 STEPS, ROWS, LENGTH = 150, 48, 14
 
 
 @cache
 @torch.enable_grad()
 def trained(steps: int = STEPS) -> Head:
-    """One-step cross entropy on random texts. Guesses well one token ahead, and worse beyond."""
+    """Train a head by one-step cross-entropy on random texts: good at the next token, worse at later ones."""
     model = llama()
     head = Head(shape_for(model), seed=1)
     numbers = torch.Generator().manual_seed(0)
@@ -26,8 +26,8 @@ def trained(steps: int = STEPS) -> Head:
     rows = output_rows(model, torch.tensor(IDS))
     for _ in range(steps):
         tokens = torch.randint(V, (ROWS, LENGTH), generator=numbers)
-        states, p = _shown(tokens)
-        log_q = (_said(head, tokens, states) @ rows.T).log_softmax(-1)
+        states, p = _target_outputs(tokens)
+        log_q = (_head_states(head, tokens, states) @ rows.T).log_softmax(-1)
         loss = -(p[:, 1:, list(IDS)] * log_q).sum(-1).mean()
         optimiser.zero_grad()
         loss.backward()
@@ -36,13 +36,13 @@ def trained(steps: int = STEPS) -> Head:
 
 
 @torch.no_grad()
-def _shown(tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+def _target_outputs(tokens: Tensor) -> tuple[list[Tensor], Tensor]:
     out = llama()(tokens, output_hidden_states=True, use_cache=False)
     return [out.hidden_states[tap] for tap in shape_for(llama()).taps], out.logits.softmax(-1)
 
 
-def _said(head: Head, tokens: Tensor, states: list[Tensor]) -> Tensor:
-    """What the head makes of whole texts: at t, of the states there and of the token behind."""
+def _head_states(head: Head, tokens: Tensor, states: list[Tensor]) -> Tensor:
+    """Run the head on whole texts: at t, on the target's states at t and the token at t + 1."""
     n = tokens.shape[1] - 1
     h = head.fuse([tap[:, :-1] for tap in states])
     q, k, v = head.heads(embeddings(llama())[tokens[:, 1:]], h, torch.arange(n)[None])
@@ -52,5 +52,5 @@ def _said(head: Head, tokens: Tensor, states: list[Tensor]) -> Tensor:
 
 @cache
 def on_target(size: int = V, steps: int = STEPS) -> FittedHead:
-    """The head over its `size` most frequent tokens."""
+    """Return the head over its `size` most frequent tokens."""
     return FittedHead.on(trained(steps), torch.tensor(IDS), llama(), size=size)

@@ -1,4 +1,4 @@
-"""The entrance for other engines: right on the outside, and clear about what is wrong before anything is drawn."""
+"""`dp.verify`, the entry point for other engines: correct results, and clear errors before anything is drawn."""
 
 import math
 from pathlib import Path
@@ -178,7 +178,7 @@ def test_wrong_input_gets_a_clear_error_before_anything_is_drawn(case):
 
 
 def test_shape_errors_are_clear_where_no_annotation_is_executed():
-    """In a process without the tests' shape checker, as a user has it."""
+    """Run in a process without the tests' shape checker, as a user does."""
     import subprocess
     import sys
 
@@ -210,7 +210,7 @@ def test_what_would_be_inexact_is_refused():
     shared = dp.Draft(tokens, torch.full((B,), K), dp.warp(draft, [dp.SamplingParams()] * B), shared_rng=True)
     rng = dp.Philox(torch.arange(B), torch.arange(B))
     for rule in ("token", "block", "tree"):
-        with pytest.raises(dp.InexactError, match="noise"):
+        with pytest.raises(dp.InexactError, match="own random numbers"):
             dp.RULES[rule](p, shared, rng)
     assert dp.RULES["coupled"](p, shared, rng).exact
 
@@ -222,3 +222,14 @@ def test_the_example_in_the_docstring_runs():
     scope: dict = {}
     exec(lines, scope)
     assert scope["verdict"].tokens.shape == (2, 5)
+
+
+def test_int32_tokens_and_logits_that_require_grad_are_taken():
+    target, tokens, draft = inputs()
+    seeds, positions = torch.arange(len(tokens)), torch.arange(len(tokens))
+    want = dp.verify(target, tokens, draft, seeds=seeds, positions=positions)
+    got = dp.verify(
+        target.clone().requires_grad_(), tokens.int(), draft.clone().requires_grad_(), seeds=seeds, positions=positions
+    )
+    assert torch.equal(got.tokens, want.tokens)
+    assert not got.tokens.requires_grad

@@ -51,7 +51,7 @@ def test_block_never_keeps_less_than_token_and_often_more():
 
 
 def test_block_reproduces_the_papers_example():
-    """p = (1/3, 2/3), q = (2/3, 1/3), K = 2: 10/9 kept token by token, 11/9 as a block."""
+    """With p = (1/3, 2/3), q = (2/3, 1/3) and K = 2, 10/9 tokens are kept token by token and 11/9 as a block."""
     from itertools import product
 
     from draftproof.auditor.enumerate import Scenarios
@@ -73,7 +73,7 @@ def test_block_reproduces_the_papers_example():
     assert round_distribution(block_stop_table, worlds).kept.item() == pytest.approx(11 / 9, abs=1e-12)
 
 
-def test_a_chain_as_a_tree_is_judged_as_a_block():
+def test_the_stop_table_of_a_chain_as_a_tree_is_that_of_a_block():
     worlds = chains(100, 3, 3, seed=8)
     one, other = block_stop_table(worlds.p, worlds.draft), tree_stop_table(worlds.p, worlds.draft)
     torch.testing.assert_close(one.chance, other.chance, atol=1e-12, rtol=0)
@@ -81,10 +81,11 @@ def test_a_chain_as_a_tree_is_judged_as_a_block():
 
 
 def lp_optimum(joint, V, K, worlds):
-    """The most that any valid rule keeps that emits a prefix of the draft and one token: a linear programme.
+    """Return the most tokens that any valid rule can keep if it emits a prefix of the draft and one more token.
 
-    Unknowns: the mass of (draft, kept, closing token). It must add up to the chance of each draft, and what it emits,
-    carried on by the target, to the target's distribution. It may look at everything, also at rows off the draft's path.
+    A linear programme. The unknowns are the masses of (draft, kept, last token). They must add up to the probability of
+    each draft, and the emitted tokens, continued by the target, to the target's distribution. Such a rule may use
+    everything, also positions that are not on the draft's path.
     """
     from itertools import product
 
@@ -98,10 +99,10 @@ def lp_optimum(joint, V, K, worlds):
     A = np.zeros((len(drafts) + len(texts), len(unknowns)))
     for column, (r, kept, y) in enumerate(unknowns):
         A[r, column] = 1
-        said = (*drafts[r][:kept], y)
-        total = dist[said].sum()
+        emitted = (*drafts[r][:kept], y)
+        total = dist[emitted].sum()
         for rest in product(range(V), repeat=K - kept):
-            text = said + rest
+            text = emitted + rest
             A[len(drafts) + texts[text], column] = dist[text] / total if total > 0 else 0
     b = np.concatenate([worlds.chance.numpy(), dist.flatten()])
     best = linprog([-kept for _, kept, _ in unknowns], A_eq=A, b_eq=b, method="highs")
@@ -110,7 +111,7 @@ def lp_optimum(joint, V, K, worlds):
 
 
 def test_block_keeps_as_much_as_any_valid_rule_can():
-    """Against the optimum of a linear programme over all valid single-path rules, on 12 full-support worlds."""
+    """Compare with the optimum of a linear programme over all valid single-path rules, on 12 full-support worlds."""
     V, K = 3, 2
     for seed in range(12):
         worlds = chains(1, V, K, seed=seed, full=True)

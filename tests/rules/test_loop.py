@@ -1,6 +1,6 @@
-"""The rules as users get them, float32 and Philox in a batch, round after round: joint distribution of three tokens.
+"""Test the joint distribution of three tokens over several rounds, with the rules as users get them: float32, batched.
 
-1e6 texts, 64 cells: a bias of TV 5e-3 shows at alpha with power > 0.9. The controls are in test_controls.py.
+1e6 texts, 64 cells: a bias of TV 5e-3 is found at alpha with power > 0.9. The controls are in test_controls.py.
 """
 
 import pytest
@@ -49,23 +49,23 @@ def test_block_keeps_more_than_token_and_coupled_less():
 
 @pytest.mark.parametrize("drafts", ["drawn", "chosen", "mixed"])
 def test_coupled_emits_the_targets_own_race_winners_bit_for_bit(drafts):
-    """Whatever was drafted, and whether its noise was shared or not: exactly what plain seeded drawing gives."""
+    """Every draft, with shared random numbers or without, gives exactly the tokens of plain seeded decoding."""
     n = 20_000
     last, rng = torch.randint(loop.V, (n,)), Philox(torch.arange(n) * 31, torch.arange(n) % 50)
     for shared in (False, True):
         draft = getattr(loop, drafts)(last, Philox(rng.seeds, rng.starts, shared))
         p = loop.distribution_of(torch.cat([last[:, None], draft.tokens], 1), loop.TARGET)
         verdict = RULES["coupled"](p, Draft(draft.tokens, draft.lengths, draft.q, draft.drawn), rng)
-        said = last
+        before = last
         for i in range(loop.K + 1):
-            plain = race(loop.distribution_of(said, loop.TARGET), rng.shifted(i))
-            there = verdict.accepted >= i
-            assert torch.equal(verdict.tokens[there, i], plain[there])
-            said = plain
+            plain = race(loop.distribution_of(before, loop.TARGET), rng.shifted(i))
+            emitted = verdict.accepted >= i
+            assert torch.equal(verdict.tokens[emitted, i], plain[emitted])
+            before = plain
 
 
 def test_lossy_rules_are_caught_by_the_same_test():
-    """1e5 texts are enough for each: their distributions are off by more than TV 0.01."""
+    """1e5 texts are enough for each: their distributions differ by more than TV 0.01."""
     from draftproof.rules import lossy
 
     for rule in (lossy.unadjusted, lossy.lenient(0.7), lossy.typical()):

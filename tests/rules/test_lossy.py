@@ -1,4 +1,4 @@
-"""Lossy rules say that they are, and their meter is right."""
+"""Lossy rules mark their verdicts as inexact, and the deviation they report is right."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ LOSSY = {"unadjusted": lossy.unadjusted, "lenient": lossy.lenient(0.7), "typical
 
 
 def first_tokens(rule, proposer, n=400_000):
-    """The distribution of the first token of a round, by sampling, and what the meter says of it."""
+    """Return the sampled distribution of a round's first token, and a verdict with the deviation it reports."""
     last, rng = torch.zeros(n, dtype=torch.long), Philox(torch.arange(n) * 17, torch.ones(n, dtype=torch.long))
     draft = proposer(last, rng)
     verdict = rule(loop.distribution_of(torch.cat([last[:, None], draft.tokens], 1), loop.TARGET), draft, rng)
@@ -23,8 +23,8 @@ def first_tokens(rule, proposer, n=400_000):
 @pytest.mark.statistical
 @pytest.mark.parametrize("drafts", ["drawn", "chosen"])
 @pytest.mark.parametrize("name", LOSSY)
-def test_the_meter_agrees_with_sampling(name, drafts):
-    """4e5 rounds: the sampled total variation is within 5 standard errors, 0.005, of what the meter says."""
+def test_the_reported_deviation_agrees_with_sampling(name, drafts):
+    """4e5 rounds: the sampled total variation is within 5 standard errors, 0.005, of the reported one."""
     seen, verdict = first_tokens(LOSSY[name], getattr(loop, drafts))
     p = loop.TARGET.softmax(-1)[0]
     assert not verdict.exact
@@ -51,6 +51,10 @@ def test_a_skipped_residual_is_off_by_the_closed_form():
 def test_no_lossy_rule_has_a_name():
     assert not set(RULES) & {"unadjusted", "lenient", "typical", "lossy"}
     assert lossy.lenient(1.0)(*toy()).deviation.total_variation.max() < 1e-6
+
+
+def test_a_description_names_the_lossy_rule():
+    assert [rule.__name__ for rule in LOSSY.values()] == list(LOSSY)
 
 
 def toy(n=4):

@@ -1,4 +1,4 @@
-"""Facts that hold for every distribution, draft and noise: hypothesis looks for the one where they do not."""
+"""Properties that hold for all distributions, drafts and random numbers; hypothesis searches for counterexamples."""
 
 import torch
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ weights = st.floats(0, 1, width=32).map(lambda x: 0.0 if x < 0.2 else x)
 
 @st.composite
 def rows(draw, shape):
-    """Probability rows with zeros, ties and one-hots."""
+    """Make rows of weights with zeros, ties and one-hots."""
     w = torch.from_numpy(draw(arrays("float32", shape, elements=weights)))
     return torch.where(w.sum(-1, keepdim=True) > 0, w, torch.eye(shape[-1])[0]) + 0.0
 
@@ -29,7 +29,7 @@ def normal(w):
 
 @st.composite
 def rounds(draw):
-    """p, a draft with drawn and chosen tokens of ragged lengths, and noise."""
+    """Make p, a draft with drawn and chosen tokens of ragged lengths, and random numbers."""
     B, K, V = draw(st.integers(1, 4)), draw(st.integers(0, 4)), draw(st.integers(1, 6))
     p, q = normal(draw(rows((B, K + 1, V)))), normal(draw(rows((B, max(K, 1), V))))[:, :K]
     seeds = torch.tensor(draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=B, max_size=B)))
@@ -52,11 +52,11 @@ def test_a_verdict_is_a_kept_prefix_one_possible_token_and_padding(case, rule):
     assert (verdict.accepted >= 0).all()
     assert (verdict.accepted <= draft.lengths).all()
     place = torch.arange(K + 1)
-    kept, closing = place < verdict.accepted[:, None], place == verdict.accepted[:, None]
+    kept, last = place < verdict.accepted[:, None], place == verdict.accepted[:, None]
     assert torch.equal(verdict.tokens[:, :K][kept[:, :K]], draft.tokens[kept[:, :K]])
-    assert (verdict.tokens[~kept & ~closing] == PAD).all()
-    said = p.log_prob(verdict.tokens)[kept | closing]
-    assert (said > -torch.inf).all()  # nothing impossible leaves, not even by rounding
+    assert (verdict.tokens[~kept & ~last] == PAD).all()
+    emitted = p.log_prob(verdict.tokens)[kept | last]
+    assert (emitted > -torch.inf).all()  # no impossible token is emitted, not even by rounding
 
 
 @QUICK
@@ -127,7 +127,7 @@ def test_a_warped_row_is_a_distribution_that_keeps_the_likeliest_and_all_its_equ
 
 @QUICK
 @given(rounds())
-def test_coins_of_zero_never_keep_what_the_target_cannot_say(case):
+def test_coins_of_zero_never_keep_a_token_that_the_target_cannot_emit(case):
     class Zero(Philox):
         def coins(self, K):
             return torch.zeros(len(self.seeds), K, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The two ways through a tree, slot by slot and depth first, held against the recursion that both stand for."""
+"""Both traversals of a tree, slot by slot and depth first, agree with the recursion that defines the rule."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ KINDS = ("drawn", "chosen", "mixed")
 
 
 def rounds(seed: int, kind: str, K: int = 7, B: int = 6):
-    """Random trees of different shapes and lengths, near enough to their target to be kept now and then."""
+    """Make random trees of different shapes and lengths, near enough to their target to be accepted sometimes."""
     numbers = torch.Generator().manual_seed(seed)
     p = torch.randn((B, K + 1, V), generator=numbers, dtype=torch.float64).mul(1.5).softmax(-1)
     parents = torch.tensor([[int(torch.randint(ROOT, i, (), generator=numbers)) for i in range(K)] for _ in range(B)])
@@ -40,7 +40,10 @@ def rounds(seed: int, kind: str, K: int = 7, B: int = 6):
 
 
 def recursion(p: Distribution, draft: Draft, rng: Philox, b: int, *, siblings=list) -> tuple[int, torch.Tensor]:
-    """Where row b stops and what its closing token is drawn from, as the rule is told. `siblings`: in which order."""
+    """Return where row b stops and the distribution of its last token, by the rule's definition.
+
+    `siblings` orders the children of a node.
+    """
     dists, coins = p.probs()[b].clone(), rng.coins(draft.tokens.shape[1])[b].tolist()
     tokens, length = draft.tokens[b].tolist(), int(draft.lengths[b])
     parents = list(range(-1, length - 1)) if draft.parents is None else draft.parents[b].tolist()
@@ -68,21 +71,21 @@ def recursion(p: Distribution, draft: Draft, rng: Philox, b: int, *, siblings=li
 
 
 def stops(draft: Draft, verdict) -> list[int]:
-    """The node at which each row stopped."""
+    """Return the node at which each row stopped."""
     last = verdict.path.gather(1, (verdict.accepted - 1).clamp_min(0)[:, None])[:, 0] if draft.tokens.shape[1] else None
     return [0 if n == 0 else int(last[b]) + 1 for b, n in enumerate(verdict.accepted.tolist())]
 
 
 @pytest.fixture(params=["depth first", "slot by slot"])
-def way(request, monkeypatch):
-    """On the host, and where looking would be waiting."""
+def traversal(request, monkeypatch):
+    """Run the traversal of the CPU, and that of a GPU, which never synchronises."""
     if request.param == "slot by slot":
         monkeypatch.setattr(core_device, "HOST", "none")
     return request.param
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_stops_where_the_recursion_says(way, kind):
+def test_a_row_stops_where_the_recursion_says(traversal, kind):
     met, mirrored = set(), 0
     for seed in range(40):
         p, draft, rng = rounds(seed, kind)
@@ -90,31 +93,31 @@ def test_a_row_stops_where_the_recursion_says(way, kind):
         assert found == [recursion(p, draft, rng, b)[0] for b in range(6)]
         met |= set(found)
         mirrored += found != [recursion(p, draft, rng, b, siblings=reversed)[0] for b in range(6)]
-    assert len(met) >= 7, "nearly every node was stopped at"
-    assert mirrored > 5, "another order would have shown"
+    assert len(met) >= 7, "rows stopped at nearly every node"
+    assert mirrored > 5, "another order of siblings gives other stops"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_stations_distribution_is_the_recursions(kind):
-    """What the closing token is drawn from; slot by slot all stations are there at once."""
+def test_the_distribution_at_every_stopping_point_is_the_recursions(kind):
+    """The stop table holds the distribution of the last token at all stopping points."""
     for seed in range(20):
         p, draft, rng = rounds(seed, kind)
-        judged = stop_table(p, draft)
+        table = stop_table(p, draft)
         for b in range(6):
             node, dist = recursion(p, draft, rng, b)
-            at = judged.node[b].tolist().index(node)
-            torch.testing.assert_close(judged.closing[b, at], dist, atol=1e-12, rtol=0)
+            at = table.node[b].tolist().index(node)
+            torch.testing.assert_close(table.closing[b, at], dist, atol=1e-12, rtol=0)
 
 
 def depth_first(p, draft):
-    """All stations of the way that ends at the first stop: no coin lets anybody stop."""
+    """Return the stop table of the depth-first traversal; with coins of 1 no row stops early."""
     return Walk.to_the_first_stop(p, draft, torch.ones((len(draft.tokens), draft.tokens.shape[1] + 1))).table()
 
 
 @pytest.mark.parametrize("kind", ["iid", "without", "chosen", "mixed"])
 @pytest.mark.parametrize("shape", TREES)
 def test_depth_first_a_round_has_exactly_the_targets_distribution(shape, kind):
-    """As `judge` in test_enumeration.py, which goes slot by slot."""
+    """Repeat test_enumeration.py, which goes slot by slot, with the depth-first traversal."""
     worlds = trees(60, 3, TREES[shape], seed=3, kind=kind)
     assert (round_distribution(depth_first, worlds).dist - worlds.joint).abs().max() <= 1e-12
 
@@ -129,8 +132,8 @@ FILTERS = [
 
 @pytest.mark.parametrize("vocab", [False, True], ids=["whole", "reduced"])
 @pytest.mark.parametrize("samplings", [FILTERS, [SamplingParams()] * 4], ids=["filtered", "plain"])
-def test_both_ways_say_the_same_word_for_word(monkeypatch, samplings, vocab):
-    """With more than a chunk of tokens, in float32: the same tokens, the same slots, though distributions are rounded apart."""
+def test_both_traversals_return_the_same_verdict(monkeypatch, samplings, vocab):
+    """Tokens and slots are equal in float32 with several chunks of tokens, although distributions round differently."""
     kept = 0
     for seed in range(10):
         numbers = torch.Generator().manual_seed(seed)
@@ -141,17 +144,17 @@ def test_both_ways_say_the_same_word_for_word(monkeypatch, samplings, vocab):
         _, shaped, rng = rounds(seed, "mixed", B=4)
         parents = None if seed % 4 == 0 else shaped.parents
         draft = Draft(tokens, shaped.lengths, q, shaped.drawn if seed % 3 else None, parents)
-        here = tree(warp(logits, samplings), draft, rng)
+        on_cpu = tree(warp(logits, samplings), draft, rng)
         with monkeypatch.context() as patch:
             patch.setattr(core_device, "HOST", "none")
-            there = tree(warp(logits, samplings), draft, rng)
+            on_gpu = tree(warp(logits, samplings), draft, rng)
         for part in ("tokens", "accepted", "path"):
-            assert torch.equal(getattr(here, part), getattr(there, part))
-        kept += int(here.accepted.sum())
+            assert torch.equal(getattr(on_cpu, part), getattr(on_gpu, part))
+        kept += int(on_cpu.accepted.sum())
     assert kept > 20
 
 
-def test_nothing_drafted_is_a_draw_from_the_target(way):
+def test_nothing_drafted_is_a_draw_from_the_target(traversal):
     dist = Distribution.of(torch.tensor([[[0.0, 1.0, 0.0]]], dtype=torch.float64))
     empty = torch.empty((1, 0), dtype=torch.long)
     for draft in (Draft(empty, torch.tensor([0])), Draft(empty, torch.tensor([0]), parents=empty)):
@@ -159,8 +162,8 @@ def test_nothing_drafted_is_a_draw_from_the_target(way):
         assert (verdict.tokens.tolist(), verdict.accepted.tolist()) == ([[1]], [0])
 
 
-def test_what_stands_behind_a_draft_is_not_looked_at(way):
-    """Parents, tokens and distributions there may be anything."""
+def test_padding_after_a_draft_is_not_used(traversal):
+    """Parents, tokens and distributions after a draft's end may be anything."""
     p, draft, rng = rounds(2, "drawn")
     beyond = torch.arange(7) >= draft.lengths[:, None]
     logits = p.logits.masked_fill(torch.nn.functional.pad(beyond, (1, 0))[..., None], torch.nan)
@@ -170,8 +173,8 @@ def test_what_stands_behind_a_draft_is_not_looked_at(way):
 
 
 @pytest.mark.parametrize("parent", [3, 4, 6, -2])
-def test_where_nobody_may_look_a_draft_ends_before_a_misplaced_slot(parent, monkeypatch):
-    """On the host it is refused; elsewhere who runs the round says so later (engine/round.py)."""
+def test_a_misplaced_slot_is_refused_on_the_cpu_and_ends_the_draft_on_a_gpu(parent, monkeypatch):
+    """On a GPU a check here would synchronise; the engine reports the slot after the round (engine/round.py)."""
     p, draft, rng = rounds(1, "drawn")
     draft = replace(draft, lengths=torch.full((6,), 7), tokens=draft.tokens.clamp_min(0))
     wrong = replace(draft, parents=draft.parents.clone())
@@ -186,7 +189,7 @@ def test_where_nobody_may_look_a_draft_ends_before_a_misplaced_slot(parent, monk
 
 
 def test_turns_and_paths_of_a_tree():
-    """0        slots 0 to 5: 0 and 1 on the root, 2 and 4 on 0, 3 on 1, 5 on 2"""
+    """Slots 0 and 1 are children of the root, 2 and 4 of slot 0, 3 of slot 1, 5 of slot 2."""
     parents = torch.tensor([[ROOT, ROOT, 0, 1, 0, 2], [ROOT, ROOT, 0, 1, 0, 2]])
     shape = Shape.of(Draft(torch.zeros((2, 6), dtype=torch.long), torch.tensor([6, 4]), parents=parents))
     assert shape.turn.argsort(1).tolist() == [[6, 3, 5, 1, 4, 2, 0], [3, 1, 4, 2, 0, 5, 6]]

@@ -53,7 +53,12 @@ class HeadDrafter:
             raise ValueError(f"branches={branches}, but the head knows only {len(head.vocab.ids)} tokens")
         self.features = TargetFeatures(layers=head.head.shape.taps)
         self._head, self._confidence, self._branches = head, confidence, branches
+        self._uses_graphs = graphs
         self._memory = HeadReader(head, graphs=graphs)
+
+    def fork(self) -> "HeadDrafter":
+        """Return a drafter on the same head with a memory of its own."""
+        return HeadDrafter(self._head, confidence=self._confidence, branches=self._branches, graphs=self._uses_graphs)
 
     def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Propose up to k[b] tokens for each row, or k[b] slots of a tree; see `Drafter`.

@@ -59,7 +59,18 @@ class ModelDrafter:
         self._vocab = DraftVocab.of(torch.arange(R, device=model.device), V) if R < V else None
         self._temperature, self._confidence, self._branches = temperature, confidence, branches
         self._max_length = model.max_length
+        self._model = model
         self._reader = Reader(model)
+
+    def fork(self) -> "ModelDrafter":
+        """Return a drafter on the same model with a cache of its own."""
+        return ModelDrafter(
+            self._model,
+            vocab_size=self._V,
+            temperature=self._temperature,
+            confidence=self._confidence,
+            branches=self._branches,
+        )
 
     def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Propose up to k[b] tokens for each row, or k[b] slots of a tree; see `Drafter`."""

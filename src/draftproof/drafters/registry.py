@@ -40,6 +40,9 @@ DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {
 OF_TARGET: Final = (AUTO, EARLY_EXIT, HEAD, SUFFIX_HEAD)
 """Drafters that need the target: "early-exit:n" uses its first n layers, "head:folder" reads its hidden states."""
 
+NAMES: Final = (AUTO, *DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD)
+"""Everything that `drafter=` takes by name."""
+
 
 def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf: Any = None) -> Drafter | None:
     """Make the drafter of this name; return a `Drafter` or None unchanged.
@@ -57,7 +60,7 @@ def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf:
         return DRAFTERS[spec](branches)
     name, _, rest = spec.partition(":")
     if name not in OF_TARGET:
-        known = ", ".join(f'"{each}"' for each in (*DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD))
+        known = ", ".join(f'"{each}"' for each in NAMES)
         raise ValueError(f"drafter must be one of {known}, None or a Drafter; got {spec!r}")
     if name == EARLY_EXIT:
         return _early_exit(spec, rest, target, branches)

@@ -13,7 +13,7 @@ from draftproof.core.distribution import Distribution
 from draftproof.core.rng import Philox
 from draftproof.core.types import PAD, Draft
 from draftproof.drafters.build import check_count
-from draftproof.drafters.interface import Context, Drafter, TargetFeatures, features_of
+from draftproof.drafters.interface import Context, Drafter, TargetFeatures, features_of, fork
 
 MIN_COPIED: Final = 16
 """Tokens that `copying` must be able to copy to be chosen; `Suffix` copies them after a match of about a quarter."""
@@ -33,6 +33,10 @@ class Switch:
             raise ValueError(f"copying and other ask for different layers: {one.layers} and {two.layers}")
         self.features = TargetFeatures(layers=two.layers, top=max(one.top, two.top))
         self._copying, self._other, self._enough = copying, other, enough
+
+    def fork(self) -> "Switch":
+        """Return a switch between forks of both drafters."""
+        return Switch(fork(self._copying), fork(self._other), enough=self._enough)
 
     def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Propose up to k[b] tokens for each row; see `Drafter`."""

@@ -1,1 +1,1 @@
-"""The engine: rows in and out of a batch, round after round. The only place with mutable state."""
+"""The engine: a batch of requests, advanced round by round. The only layer with mutable state."""

@@ -1,4 +1,4 @@
-"""The rows under way and what the model remembers of them: they come, advance together, and leave."""
+"""A batch of requests that advance together: admission, prefill, one round per step, removal."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -17,7 +17,7 @@ from draftproof.models.interface import Cache, Model
 
 @runtime_checkable
 class Encoder(Protocol):
-    """A model that answers a source."""
+    """A target with an encoder: a request's prompt is the encoder's input, and the decoder starts from `start`."""
 
     @property
     def start(self) -> int: ...
@@ -27,33 +27,27 @@ class Encoder(Protocol):
 
 @dataclass(slots=True)
 class Batch:
-    """At most `size` rows. A row's tokens do not depend on which others are there."""
+    """At most `size` rows and their KV cache. A row's tokens do not depend on the other rows.
+
+    `max_length` is the number of tokens that the model has positions for; None: no limit.
+    """
 
     parts: Parts
-    pace: DraftLengthPolicy
+    draft_length: DraftLengthPolicy
     size: int
-    longest: int | None
+    max_length: int | None
     waiting: deque[Session] = field(default_factory=deque)
     rows: list[Session] = field(default_factory=list)
     cache: Cache | None = None
 
     def step(self) -> list[tuple[Session, Emitted]]:
-        """Let waiting requests in, run one round, and say what it gave."""
+        """Admit waiting requests, run one round, and return what it emitted for each row."""
         with current_device(self.parts.model.device):
             self._admit()
             return [] if self.cache is None else self._round(self.cache)
 
-    def _round(self, cache: Cache) -> list[tuple[Session, Emitted]]:
-        clock = Clock()
-        lengths = [self._limited(s, k) for s, k in zip(self.rows, self.pace.lengths(self.rows), strict=True)]
-        emitted = advance(self.rows, lengths, cache, self.parts, clock)
-        drafted = max(row.drafted for row in emitted)
-        self.pace.timed(clock.seconds, drafted + 1, drafted)
-        self._account(emitted, clock)
-        return list(zip(list(self.rows), emitted, strict=True))
-
     def leave(self, finished: Collection[int]) -> None:
-        """Take these rows out, by id."""
+        """Remove the rows with these ids, running or waiting."""
         self.waiting = deque(s for s in self.waiting if s.id not in finished)
         staying = [i for i, s in enumerate(self.rows) if s.id not in finished]
         if len(staying) == len(self.rows):
@@ -61,36 +55,49 @@ class Batch:
         self.rows = [self.rows[i] for i in staying]
         self.cache = self.cache.take(staying) if self.cache is not None and staying else None
 
-    def _limited(self, session: Session, k: int) -> int:
-        """No draft longer than what may be emitted before the closing token, or than the model has positions for."""
-        room = session.room - 1
-        return max(0, min(k, room if self.longest is None else min(room, self.longest - len(session.tokens))))
-
-    def _account(self, emitted: list[Emitted], clock: Clock) -> None:
-        for session, row in zip(self.rows, emitted, strict=True):
-            session.stats.note(row.drafted, row.accepted)
-            session.target_outputs = row.target_outputs
-            self.pace.observe(session, row.drafted, row.accepted)
-            for stage, seconds in clock.seconds.items():
-                session.stats.seconds[stage] += seconds / len(self.rows)
-
     def _admit(self) -> None:
         new = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.size - len(self.rows)))]
         if not new:
             return
         clock = Clock()
         with clock("prefill"):
-            cache = read(new, self.parts)
+            cache = prefill(new, self.parts)
         for session in new:
             session.stats.seconds["prefill"] += clock.total / len(new)
         self.cache = cache if self.cache is None else self.cache.join(cache)
         self.rows += new
 
+    def _round(self, cache: Cache) -> list[tuple[Session, Emitted]]:
+        clock = Clock()
+        wanted = self.draft_length.lengths(self.rows)
+        lengths = [self._limited(s, k) for s, k in zip(self.rows, wanted, strict=True)]
+        emitted = advance(self.rows, lengths, cache, self.parts, clock)
+        drafted = max(row.drafted for row in emitted)
+        self.draft_length.record_time(clock.seconds, drafted + 1, drafted)
+        self._record(emitted, clock)
+        return list(zip(list(self.rows), emitted, strict=True))
 
-def read(sessions: Sequence[Session], parts: Parts) -> Cache:
-    """A cache that remembers all of these rows but their last token, in one pass."""
+    def _limited(self, session: Session, k: int) -> int:
+        """Limit a draft to the tokens that may still be emitted less one, and to the model's positions.
+
+        The one is the round's last token, which follows the draft.
+        """
+        room = session.room - 1
+        return max(0, min(k, room if self.max_length is None else min(room, self.max_length - len(session.tokens))))
+
+    def _record(self, emitted: list[Emitted], clock: Clock) -> None:
+        for session, row in zip(self.rows, emitted, strict=True):
+            session.stats.record_round(row.drafted, row.accepted)
+            session.target_outputs = row.target_outputs
+            self.draft_length.record_draft(session, row.drafted, row.accepted)
+            for stage, seconds in clock.seconds.items():
+                session.stats.seconds[stage] += seconds / len(self.rows)
+
+
+def prefill(sessions: Sequence[Session], parts: Parts) -> Cache:
+    """Run one pass over the prompts and return a cache that holds all tokens of each row but the last."""
     model = parts.model
-    cache = _opened(sessions, model)
+    cache = _new_cache(sessions, model)
     counts = [len(s.tokens) - 1 for s in sessions]
     width = max(counts)
     if width:
@@ -104,7 +111,7 @@ def read(sessions: Sequence[Session], parts: Parts) -> Cache:
     return cache
 
 
-def _opened(sessions: Sequence[Session], model: Model) -> Cache:
+def _new_cache(sessions: Sequence[Session], model: Model) -> Cache:
     if isinstance(model, Encoder):
         return model.encode([s.request.source or () for s in sessions])
     return model.new_cache(len(sessions), max(len(s.tokens) for s in sessions))

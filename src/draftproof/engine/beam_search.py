@@ -1,4 +1,4 @@
-"""Beam search, which is transformers' own: it does not sample, and drafting does not speed it up."""
+"""Run beam search by transformers. It does not sample, and drafting does not speed it up."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from draftproof.engine.request import Output, Stats
 def beam_search(
     model: Any, tokenizer: Any, prompt: list[int], max_tokens: int, num_beams: int, length_penalty: float
 ) -> Output:
-    """The best of `num_beams` hypotheses."""
+    """Return the best of `num_beams` hypotheses for one prompt."""
     if not hasattr(model, "generate"):
         raise ValueError(
             f"num_beams={num_beams} hands over to transformers, and this target is not a transformers model"
         )
     ids = torch.tensor([prompt], device=model.device)
-    made = model.generate(
+    sequences = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_tokens,
@@ -25,7 +25,7 @@ def beam_search(
         do_sample=False,
     )
     start = 1 if model.config.is_encoder_decoder else len(prompt)
-    tokens = made[0, start:].tolist()
+    tokens = sequences[0, start:].tolist()
     text = tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else ""
     stats = Stats(emitted=len(tokens), rounds=len(tokens))
     return Output(text, tokens, "length" if len(tokens) >= max_tokens else "stop", stats)

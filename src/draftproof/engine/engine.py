@@ -1,44 +1,58 @@
-"""The engine as its users see it: prompts in, texts out, with exactly the target's distribution."""
+"""Generate text for prompts by speculative decoding, with exactly the target's distribution."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from numbers import Integral
+from threading import RLock
+from typing import Any, Final, overload
 
 import torch
 
 from draftproof.core.sampling import SamplingParams
-from draftproof.drafters.interface import Drafter, features_of
+from draftproof.drafters.interface import Drafter, features_of, fork
 from draftproof.engine.batch import Batch, Encoder
 from draftproof.engine.draft_length import AutoLength, DraftLengthPolicy, FixedLength
-from draftproof.engine.request import Allowed, Chunk, Emission, Output, Request, Session
+from draftproof.engine.request import Allowed, Chunk, Output, Request, Session, TextSession
 from draftproof.engine.round import Emitted, NoDrafter, Parts, TargetDistributions
 from draftproof.engine.stop import cut
 from draftproof.models.interface import Model
-from draftproof.models.tokenizer import Detokenizer, Prompt, TextStream, Tokenizer, each, encode
+from draftproof.models.tokenizer import Detokenizer, OnePrompt, Prompt, TextStream, Tokenizer, each, encode
 from draftproof.rules import RULES, Verifier, resolve
 
 FIELDS: Final = tuple(f.name for f in fields(SamplingParams))
+"""Keywords of `generate` and `stream` that are fields of `SamplingParams`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much an engine takes on."""
+    """Limits of an engine: rows that advance together, and tokens of a text, prompt included."""
 
     max_batch: int = 8
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_batch < 1:
-            raise ValueError(f"max_batch must be ≥ 1; got {self.max_batch}")
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"max_length must be None or ≥ 1; got {self.max_length}")
+        for name, value in (("max_batch", self.max_batch), ("max_length", self.max_length)):
+            unlimited = name == "max_length" and value is None
+            if not unlimited and not (_is_whole(value) and int(value or 0) >= 1):
+                raise ValueError(f"{name} must be a whole number ≥ 1; got {value!r}")
+
+
+def _always() -> bool:
+    return True
 
 
 class Engine:
     """Lossless speculative decoding with one target and one drafter.
 
-    Made by `draftproof.load`. `drafter=None` is plain decoding: the rule does not matter then, every token is drawn
-    with the noise of its position, and a run with rule="coupled" and the same seeds gives the same text.
+    `draftproof.load` makes one. `drafter=None` is plain decoding: the rule does not matter then, every token is drawn
+    with the random numbers of its position, and a run with rule="coupled" and the same seeds gives the same text.
+
+    One engine may be used by several threads and by several streams at once: calls take turns, streams after every
+    round, and each running stream has a drafter memory of its own. A seeded request gives the same text again in the
+    same engine and the same batch. With `rule="coupled"`, without a drafter, or with a drafter that copies, the text
+    does not depend on the other rows of its batch either. A head or draft model may round q differently beside other
+    rows: the distribution stays exact, and a seeded text may then differ from the one alone.
     """
 
     def __init__(
@@ -58,7 +72,57 @@ class Engine:
         self.eos, self.limits, self.hf = frozenset(eos), limits or Limits(), hf
         self.num_draft_tokens = num_draft_tokens
         self._parts = parts(model, drafter, rule)
-        draft_length_policy(num_draft_tokens)  # a wrong value should not wait for the first prompt
+        self._idle, self._lock = [self._parts], RLock()
+        draft_length_policy(num_draft_tokens)  # refuse a wrong value here, not at the first prompt
+
+    def __repr__(self) -> str:
+        target = type(self.hf).__name__ if self.hf is not None else type(self.model).__name__
+        words = {"target": target, **self.description, "device": str(self.model.device)}
+        return f"Engine({', '.join(f'{name}: {value}' for name, value in words.items())})"
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """Return the sampling of a request that asks for none: the model's own settings, else temperature 0.7."""
+        settings = getattr(self.hf, "generation_config", None)
+        if not getattr(settings, "do_sample", False):
+            return SamplingParams(temperature=0.7)
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: getattr(settings, name, None) for name in names}
+        return SamplingParams(**{name: value for name, value in given.items() if value})
+
+    @overload
+    def generate(
+        self,
+        prompts: OnePrompt,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+        *,
+        max_tokens: int | Sequence[int] = ...,
+        stop: str | Sequence[str] | None = ...,
+        logprobs: bool = ...,
+        allowed: Allowed | None = ...,
+        chat: bool | None = ...,
+        num_beams: int = ...,
+        length_penalty: float = ...,
+        go_on: Callable[[], bool] = ...,
+        **sampling_fields: Any,
+    ) -> Output: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[OnePrompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+        *,
+        max_tokens: int | Sequence[int] = ...,
+        stop: str | Sequence[str] | None = ...,
+        logprobs: bool = ...,
+        allowed: Allowed | None = ...,
+        chat: bool | None = ...,
+        num_beams: int = ...,
+        length_penalty: float = ...,
+        go_on: Callable[[], bool] = ...,
+        **sampling_fields: Any,
+    ) -> list[Output]: ...
 
     def generate(
         self,
@@ -72,55 +136,85 @@ class Engine:
         chat: bool | None = None,
         num_beams: int = 1,
         length_penalty: float = 1.0,
-        go_on: Callable[[], bool] = lambda: True,
+        go_on: Callable[[], bool] = _always,
         **sampling_fields: Any,
     ) -> Output | list[Output]:
-        """Continue one prompt, or a list of them together.
+        """Continue one prompt, or a list of prompts as one batch.
 
         prompts           a string, token ids, chat messages, or a list of those
-        sampling          one `SamplingParams` for all, or one for each; or its fields as keywords, temperature=0.7
+        sampling          one `SamplingParams` for all, or one for each; or its fields as keywords, temperature=0.7, on
+                          top of `default_sampling`
         max_tokens, stop  budgets (one, or one for each prompt) and strings that end a text
-        logprobs          also return each token's log-probability under the distribution it was drawn from
-        allowed           a grammar: allowed(output tokens) gives the mask of tokens that may follow
+        logprobs          also return each token's log-probability under the distribution it was drawn from (at
+                          temperature 0 a point mass: all 0)
+        allowed           a grammar: allowed(output tokens) returns the mask of tokens that may follow
         chat              whether a string is a user's turn (default: if the tokenizer has a chat template)
-        num_beams         more than 1 hands over to transformers' own beam search
-        go_on             asked after every round; if it says no, texts stay as they are, with finish_reason "cancelled"
+        num_beams         more than 1 runs transformers' own beam search, which samples nothing and is not drafted for
+        go_on             called after every round; False ends all texts where they are, with finish_reason "cancelled"
 
         One prompt gives an `Output`, a list gives a list. A request that fails does not stop the others: its output
-        has finish_reason "error"; a prompt on its own raises.
+        has finish_reason "error". A single prompt that fails raises.
         """
         items, is_one = each(prompts)
         samplings = self._samplings(sampling, sampling_fields, len(items))
         budgets = _budgets(max_tokens, len(items))
-        if num_beams > 1:
-            from draftproof.engine.beam_search import beam_search
-
-            tokens = [self._tokens(item, chat) for item in items]
-            beams = [
-                beam_search(self.hf, self.tokenizer, t, n, num_beams, length_penalty)
-                for t, n in zip(tokens, budgets, strict=True)
-            ]
-            return beams[0] if is_one else beams
-        requests = [
-            self._request(self._tokens(item, chat), s, n, stop, allowed, logprobs)
-            for item, s, n in zip(items, samplings, budgets, strict=True)
-        ]
-        outputs = [emission.output() for emission in self._run(requests, go_on)]
+        stops = self._stops(stop)
+        if num_beams != 1:
+            ignored = {"sampling": sampling, **sampling_fields, "stop": stop, "allowed": allowed}
+            ignored |= {"logprobs": logprobs or None, "go_on": None if go_on is _always else go_on}
+            _check_beams(num_beams, ignored)
+            return self._beams(items, is_one, budgets, chat, num_beams, length_penalty)
+        texts = []
+        for index, (item, params, budget) in enumerate(zip(items, samplings, budgets, strict=True)):
+            try:
+                texts.append(self._start(self._request(item, params, budget, stops, allowed, logprobs, chat)))
+            except (ValueError, TypeError) as error:
+                if is_one:
+                    raise
+                texts.append(_refused(index, error, params))
+        with self._lock, self._borrowed() as borrowed:
+            self._run(texts, borrowed, go_on)
+        outputs = [text.output() for text in texts]
         if is_one and outputs[0].finish_reason == "error":
             raise RuntimeError(outputs[0].error)
         return outputs[0] if is_one else outputs
 
+    def _beams(
+        self, items: list[Any], is_one: bool, budgets: list[int], chat: bool | None, beams: int, length_penalty: float
+    ) -> Output | list[Output]:
+        from draftproof.engine.beam_search import beam_search
+
+        with self._lock:
+            outputs = [
+                beam_search(self.hf, self.tokenizer, self._tokens(item, chat), budget, beams, length_penalty)
+                for item, budget in zip(items, budgets, strict=True)
+            ]
+        return outputs[0] if is_one else outputs
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[Parts]:
+        """Lend the parts of a round for as long as some requests run: a drafter whose memory nobody else changes."""
+        with self._lock:
+            borrowed = self._idle.pop() if self._idle else replace(self._parts, drafter=fork(self._parts.drafter))
+        try:
+            yield borrowed
+        finally:
+            with self._lock:
+                self._idle.append(borrowed)
+
     def decode(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, max_tokens: int, seeds: Sequence[int]
     ) -> list[Output]:
-        """Continue token ids, each with a seed of its own, until max_tokens or the end of the text: what an audit asks
-        of a decoder. A request that fails raises: a text that is cut short would be taken for one that ended."""
+        """Continue token ids, each with a seed of its own, until max_tokens or the end of the text.
+
+        This is the method that an audit requires of a decoder. A request that fails raises: a text cut short would be
+        taken for one that ended.
+        """
         rows = [list(prompt) for prompt in prompts]
         samplings = [replace(sampling, seed=seed) for seed in seeds]
         if len(rows) != len(samplings):
             raise ValueError(f"seeds must have one entry a prompt: {len(rows)} prompts, {len(samplings)} seeds")
         outputs = self.generate(rows, samplings, max_tokens=max_tokens) if rows else []
-        assert isinstance(outputs, list)
         failed = next((output for output in outputs if output.finish_reason == "error"), None)
         if failed is not None:
             raise RuntimeError(failed.error)
@@ -128,7 +222,7 @@ class Engine:
 
     @property
     def description(self) -> dict[str, str]:
-        """What it is made of, in words: for an audit's certificate."""
+        """Describe rule, drafter and draft length in words, for an audit's certificate."""
         rule = self.rule if isinstance(self.rule, str) else getattr(self.rule, "__name__", type(self.rule).__name__)
         drafter = "none" if self.drafter is None else type(self.drafter).__name__
         return {"rule": rule, "drafter": drafter, "draft length": str(self.num_draft_tokens)}
@@ -144,80 +238,103 @@ class Engine:
         chat: bool | None = None,
         **sampling_fields: Any,
     ) -> Iterator[Chunk]:
-        """Continue one prompt and give what every round adds. Closing the iterator cancels between rounds."""
+        """Continue one prompt and yield what every round adds. Closing the iterator cancels between rounds."""
         items, _ = each(prompt) if not isinstance(prompt, str) else ([prompt], True)
         if len(items) != 1:
             raise ValueError(f"stream takes one prompt; got {len(items)}: use generate for a list")
-        [s] = self._samplings(sampling, sampling_fields, 1)
-        emission = self._emission(self._request(self._tokens(items[0], chat), s, max_tokens, stop, allowed, False))
-        batch = self._batch([emission])
-        while emission.session.finish_reason is None:
-            before = len(emission.session.tokens), len(emission.text)
-            self._step(batch, {emission.session.id: emission})
-            session = emission.session
-            if session.finish_reason == "error":
-                raise RuntimeError(session.error)
-            yield Chunk(emission.text[before[1] :], session.tokens[before[0] :], session.finish_reason, session.stats)
+        [params] = self._samplings(sampling, sampling_fields, 1)
+        [budget] = _budgets(max_tokens, 1)
+        request = self._request(items[0], params, budget, self._stops(stop), allowed, False, chat)
+        return self._stream(self._start(request))
 
-    def _run(self, requests: list[Request], go_on: Callable[[], bool]) -> list[Emission]:
-        emissions = [self._emission(request) for request in requests]
-        batch = self._batch(emissions)
-        under_way = {e.session.id: e for e in emissions}
+    def _stream(self, text: TextSession) -> Iterator[Chunk]:
+        with self._borrowed() as borrowed:
+            session, batch = text.session, self._batch([text], borrowed)
+            while session.finish_reason is None:
+                tokens, characters = len(session.tokens), len(text.text)
+                with self._lock:
+                    self._step(batch, {session.id: text})
+                if session.finish_reason == "error":
+                    raise RuntimeError(session.error)
+                piece, new = text.text[characters:], session.tokens[tokens:]
+                stats = session.stats.snapshot()
+                yield Chunk(piece, new, session.finish_reason, stats, session.exact, session.deviation)
+
+    def _run(self, texts: list[TextSession], borrowed: Parts, go_on: Callable[[], bool]) -> None:
+        batch = self._batch(texts, borrowed)
+        by_id = {text.session.id: text for text in texts}
         while batch.rows or batch.waiting:
-            self._step(batch, under_way)
+            self._step(batch, by_id)
             if not go_on():
                 break
-        for emission in emissions:
-            emission.session.finish_reason = emission.session.finish_reason or "cancelled"
-        return emissions
+        for text in texts:
+            text.session.finish_reason = text.session.finish_reason or "cancelled"
 
-    def _batch(self, emissions: list[Emission]) -> Batch:
-        batch = Batch(self._parts, draft_length_policy(self.num_draft_tokens), self.limits.max_batch, self._longest)
-        batch.waiting.extend(e.session for e in emissions if e.session.finish_reason is None)
+    def _batch(self, texts: list[TextSession], borrowed: Parts) -> Batch:
+        batch = Batch(borrowed, draft_length_policy(self.num_draft_tokens), self.limits.max_batch, self._max_length)
+        batch.waiting.extend(text.session for text in texts if text.session.finish_reason is None)
         return batch
 
-    def _step(self, batch: Batch, under_way: Mapping[int, Emission]) -> None:
+    def _step(self, batch: Batch, by_id: Mapping[int, TextSession]) -> None:
+        """Run one round, extend the texts, and remove finished rows."""
         with torch.inference_mode():
             for session, emitted in batch.step():
-                self._extend(under_way[session.id], emitted)
+                self._extend(by_id[session.id], emitted)
         batch.leave({s.id for s in batch.rows if s.finish_reason is not None})
 
-    def _extend(self, emission: Emission, emitted: Emitted) -> None:
-        session = emission.session
-        kept, text, session.finish_reason = cut(session, emitted.tokens, self.eos, emission.stream, self._longest)
+    def _extend(self, text: TextSession, emitted: Emitted) -> None:
+        """Append what a round emitted, up to the end of the text."""
+        session = text.session
+        kept, piece, session.finish_reason = cut(session, emitted.tokens, self.eos, text.stream, self._max_length)
         session.tokens += kept
         session.stats.emitted += len(kept)
         session.logprobs += emitted.logprobs[: len(kept)]
-        emission.text += text
+        text.text += piece
+        if emitted.deviation is not None:
+            session.exact, session.deviation = False, max(session.deviation or 0.0, emitted.deviation)
         if emitted.fault is not None and session.finish_reason is None:
             session.finish_reason, session.error = "error", f"request {session.id}: {emitted.fault}"
 
-    def _emission(self, request: Request) -> Emission:
+    def _start(self, request: Request) -> TextSession:
         stream = None
         if self.tokenizer is not None:
             stream = TextStream(Detokenizer(self.tokenizer, after=request.prompt), request.stop)
         session = Session.start(request)
         if request.max_tokens == 0:
             session.finish_reason = "length"
-        return Emission(session, stream)
+        return TextSession(session, stream)
+
+    def _stops(self, stop: Any) -> tuple[str, ...]:
+        """Return the stop strings as a tuple, or refuse what is not one string or several."""
+        stops = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
+        stops = () if stop is None else stops
+        wrong = [s for s in stops if not isinstance(s, str)]
+        if wrong:
+            raise TypeError(f"stop must be a string or a list of strings; got {wrong[0]!r}")
+        if stops and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: pass tokenizer= to load()")
+        return stops
 
     def _request(
         self,
-        tokens: list[int],
+        prompt: Any,
         sampling: SamplingParams,
         max_tokens: int,
-        stop: str | Sequence[str] | None,
+        stops: tuple[str, ...],
         allowed: Allowed | None,
         logprobs: bool,
+        chat: bool | None,
     ) -> Request:
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        if stops and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: pass tokenizer= to load()")
-        source = None
+        """Make a request, or refuse it with the reason."""
+        tokens, source, V = self._tokens(prompt, chat), None, self.model.vocab_size
         if isinstance(self.model, Encoder):
             source, tokens = tuple(tokens), [self.model.start]
-        if self._longest is not None and len(tokens) >= self._longest:
-            raise ValueError(f"the prompt has {len(tokens)} tokens; the model has room for fewer than {self._longest}")
+        limit = self._max_length
+        if limit is not None and len(tokens) >= limit:
+            raise ValueError(f"the prompt has {len(tokens)} tokens; the model has room for fewer than {limit}")
+        outside = next((token for token in sampling.logit_bias if token >= V), None)
+        if outside is not None:
+            raise ValueError(f"logit_bias names token {outside}; the vocabulary is [0, {V})")
         seeded = sampling.seed is not None
         if not seeded:
             sampling = replace(sampling, seed=int(torch.randint(2**62, ())))
@@ -233,28 +350,39 @@ class Engine:
                 raise ValueError("the prompt is empty, and the tokenizer has no token to begin a text with")
             tokens = [int(start)]
         V = self.model.vocab_size
-        if not 0 <= min(tokens) <= max(tokens) < V:
-            raise ValueError(f"prompt token {max(tokens)} is outside the vocabulary [0, {V})")
+        outside = next((token for token in tokens if not 0 <= token < V), None)
+        if outside is not None:
+            raise ValueError(f"prompt token {outside} is outside the vocabulary [0, {V})")
         return tokens
 
     def _samplings(
-        self, sampling: SamplingParams | Sequence[SamplingParams] | None, given: dict[str, Any], n: int
+        self, sampling: SamplingParams | Sequence[SamplingParams] | None, sampling_fields: dict[str, Any], n: int
     ) -> list[SamplingParams]:
-        unknown = sorted(set(given) - set(FIELDS))
+        """Return one `SamplingParams` for each of n prompts."""
+        unknown = sorted(set(sampling_fields) - set(FIELDS))
         if unknown:
             raise TypeError(f"unknown option {unknown[0]!r}; sampling takes {', '.join(FIELDS)}")
-        if given and sampling is not None:
-            raise ValueError(f"give sampling or its fields ({', '.join(given)}), not both")
+        if sampling_fields and sampling is not None:
+            raise ValueError(f"give sampling or its fields ({', '.join(sampling_fields)}), not both")
         if sampling is None:
-            sampling = SamplingParams(**given)
+            sampling = replace(self.default_sampling, **sampling_fields)
         if isinstance(sampling, SamplingParams):
             return [sampling] * n
+        if isinstance(sampling, Mapping) or not isinstance(sampling, Sequence):
+            raise TypeError(
+                f"sampling must be a SamplingParams, or one for each prompt; got a {type(sampling).__name__}: pass "
+                "SamplingParams(temperature=0.7), or its fields as keywords"
+            )
+        wrong = next((each for each in sampling if not isinstance(each, SamplingParams)), None)
+        if wrong is not None:
+            raise TypeError(f"sampling must hold a SamplingParams for each prompt; got {wrong!r} in it")
         if len(sampling) != n:
             raise ValueError(f"sampling must be one, or one for each of {n} prompts; got {len(sampling)}")
         return list(sampling)
 
     @property
-    def _longest(self) -> int | None:
+    def _max_length(self) -> int | None:
+        """Return the smaller of the model's and the caller's limit on tokens; None if there is neither."""
         limits = [n for n in (self.model.max_length, self.limits.max_length) if n is not None]
         return min(limits) if limits else None
 
@@ -262,7 +390,7 @@ class Engine:
 def parts(
     model: Model, drafter: Drafter | None, rule: str | Verifier, targets: TargetDistributions | None = None
 ) -> Parts:
-    """Put together what rounds are made of. No drafter is plain decoding, whatever the rule."""
+    """Collect the parts of a round. Without a drafter they do plain decoding, whatever the rule."""
     coupled = resolve(rule) is RULES["coupled"]
     if drafter is None:
         return Parts(model, NoDrafter(), "coupled", features_of(NoDrafter()), shared=False, targets=targets)
@@ -270,7 +398,7 @@ def parts(
 
 
 def draft_length_policy(num_draft_tokens: int | str) -> DraftLengthPolicy:
-    """A fixed draft length, or "auto"."""
+    """Return the policy for a fixed draft length or for "auto"."""
     if num_draft_tokens == "auto":
         return AutoLength()
     if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
@@ -278,8 +406,32 @@ def draft_length_policy(num_draft_tokens: int | str) -> DraftLengthPolicy:
     return FixedLength(num_draft_tokens)
 
 
-def _budgets(max_tokens: int | Sequence[int], n: int) -> list[int]:
-    budgets = [max_tokens] * n if isinstance(max_tokens, int) else list(max_tokens)
-    if len(budgets) != n or any(b < 0 for b in budgets):
-        raise ValueError(f"max_tokens must be ≥ 0, one for all or one for each of {n} prompts; got {max_tokens!r}")
-    return budgets
+def _budgets(max_tokens: Any, n: int) -> list[int]:
+    """Return one budget for each of n prompts, or refuse what is not a whole number ≥ 0."""
+    each = isinstance(max_tokens, Sequence) and not isinstance(max_tokens, str)
+    budgets = list(max_tokens) if each else [max_tokens] * n
+    if len(budgets) != n or not all(_is_whole(budget) and budget >= 0 for budget in budgets):
+        raise ValueError(
+            f"max_tokens must be a whole number ≥ 0, one for all or one for each of {n} prompts; got {max_tokens!r}"
+        )
+    return [int(budget) for budget in budgets]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _check_beams(num_beams: Any, ignored: Mapping[str, Any]) -> None:
+    """Refuse a number of beams that is not one, and options that beam search would ignore."""
+    if not _is_whole(num_beams) or num_beams < 1:
+        raise ValueError(f"num_beams must be a whole number ≥ 1; got {num_beams!r}")
+    given = [name for name, value in ignored.items() if value is not None]
+    if given:
+        raise ValueError(f"num_beams={num_beams} is beam search, which does not use {', '.join(given)}: leave it out")
+
+
+def _refused(index: int, error: Exception, sampling: SamplingParams) -> TextSession:
+    """Return the session of a prompt in a list that cannot be served: it ends at once with the reason."""
+    session = Session.start(Request((), sampling, 0))
+    session.finish_reason, session.error = "error", f"prompt {index}: {error}"
+    return TextSession(session, None)

@@ -1,10 +1,11 @@
-"""Grammars under speculation: at every scored position the tokens that may come there, whatever the draft says.
+"""Make the masks of constrained decoding: the tokens that a grammar allows at every scored position of a draft.
 
-A grammar lives on the host and has to see the draft, so on a GPU a round waits once more: for the draft, before the
-target's scores are judged.
+A grammar runs on the CPU and must see the draft. So on a GPU such a round synchronises once more, to read the draft
+before verification.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -15,21 +16,23 @@ from draftproof.core.types import ROOT, Draft
 from draftproof.engine.request import Session
 
 
-def masks(sessions: Sequence[Session], draft: Draft, V: int) -> Bool[Tensor, "B J V"] | None:
-    """Which tokens are allowed at each position; None where no request has a grammar."""
-    if all(s.request.allowed is None for s in sessions):
-        return None
+def masks(sessions: Sequence[Session], draft: Draft, V: int) -> tuple[Bool[Tensor, "B J V"], dict[int, str]]:
+    """Return which tokens are allowed at each position, and by row why a grammar failed: its request fails alone."""
     B, K = draft.tokens.shape
-    allowed = torch.ones((B, K + 1, V), dtype=torch.bool)
-    tokens, lengths, parents = _on_host(draft)
+    allowed, faults = torch.ones((B, K + 1, V), dtype=torch.bool), {}
+    tokens, lengths, parents = _on_cpu(draft)
     for b, session in enumerate(sessions):
         if session.request.allowed is not None:
-            _fill(allowed[b], session, tokens[b][: lengths[b]], parents[b])
-    return allowed.to(draft.tokens.device, non_blocking=True)
+            try:
+                _fill(allowed[b], session, tokens[b][: lengths[b]], parents[b])
+            except Exception as error:  # a caller's function: whatever it raises concerns its request only
+                allowed[b] = True
+                faults[b] = f"its grammar failed: {type(error).__name__}: {error}"
+    return allowed.to(draft.tokens.device, non_blocking=True), faults
 
 
-def _on_host(draft: Draft) -> tuple[list[list[int]], list[int], list[list[int]]]:
-    """Its tokens, lengths and parents, had in one go."""
+def _on_cpu(draft: Draft) -> tuple[list[list[int]], list[int], list[list[int]]]:
+    """Copy a draft's tokens, lengths and parents to the CPU, in one synchronisation."""
     B, K = draft.tokens.shape
     parts = [draft.tokens, draft.lengths[:, None], *([] if draft.parents is None else [draft.parents])]
     numbers = AsyncCopy(torch.cat(parts, 1)).read()
@@ -38,21 +41,24 @@ def _on_host(draft: Draft) -> tuple[list[list[int]], list[int], list[list[int]]]
 
 
 def _fill(allowed: Bool[Tensor, "J V"], session: Session, tokens: list[int], parents: list[int]) -> None:
-    """One row. Behind a draft token that is not allowed nothing is ever said, and the grammar is not asked."""
-    ask = session.request.allowed
-    assert ask is not None
+    """Fill one row's masks. After a draft token that is not allowed the grammar is not called: it is never accepted."""
+    allowed_after = session.request.allowed
+    assert allowed_after is not None
     texts: list[list[int] | None] = [session.output]
-    said = allowed.numpy()  # the same numbers, where looking costs least
-    allowed[0] = _mask(ask(session.output), allowed.shape[-1])
+    flags = allowed.numpy()  # shares memory; reading one entry is faster in numpy
+    allowed[0] = _checked(allowed_after(session.output), allowed.shape[-1])
     for slot, (token, parent) in enumerate(zip(tokens, parents, strict=False)):
         before = texts[parent + 1]
-        reached = before is not None and bool(said[parent + 1, token])
+        reached = before is not None and 0 <= token < flags.shape[1] and bool(flags[parent + 1, token])
         texts.append([*before, token] if before is not None and reached else None)
         if reached:
-            allowed[slot + 1] = _mask(ask(texts[-1] or []), allowed.shape[-1])
+            allowed[slot + 1] = _checked(allowed_after(texts[-1] or []), allowed.shape[-1])
 
 
-def _mask(mask: Tensor, V: int) -> Tensor:
+def _checked(mask: Any, V: int) -> Tensor:
+    """Refuse a grammar's answer that is not a mask of the vocabulary."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"allowed(prefix) must return a boolean tensor of [{V}]; got {type(mask).__name__}")
     if mask.shape != (V,) or mask.dtype != torch.bool:
-        raise ValueError(f"allowed(prefix) must give a boolean mask of [{V}]; got {mask.dtype} {list(mask.shape)}")
+        raise ValueError(f"allowed(prefix) must return a boolean mask of [{V}]; got {mask.dtype} {list(mask.shape)}")
     return mask

@@ -1,5 +1,6 @@
 """Load an engine: names, folders and loaded models become one, or are refused with the reason."""
 
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from draftproof.core.types import InexactError
 from draftproof.drafters.interface import Drafter
 from draftproof.drafters.model import ModelDrafter
-from draftproof.drafters.registry import AUTO, default_branches, is_name, resolve
+from draftproof.drafters.registry import AUTO, NAMES, default_branches, is_name, resolve
 from draftproof.engine.engine import Engine, Limits
 from draftproof.models import bundled
 from draftproof.models.interface import Model
@@ -76,13 +77,24 @@ def as_drafter(
     branches: int = 1,
     hf: Any = None,
 ) -> Drafter | None:
-    """Make a drafter of what a user wrote: a name, a model or a `Drafter`. `hf` is the target as transformers has it."""
+    """Make a drafter from a user's argument: a name, a model or a `Drafter`. `hf` is the target in transformers."""
     if spec is None or (isinstance(spec, str) and is_name(spec)) or isinstance(spec, Drafter):
         return resolve(spec, target, branches=branches, hf=hf)
-    its_hf, its_tokenizer = load_model(spec, options)
+    try:
+        its_hf, its_tokenizer = load_model(spec, options)
+    except ValueError as error:
+        raise ValueError(f"{error}{_drafter_hint(spec)}") from error
     model = as_model(its_hf, "drafter", options.graphs)
     _check_vocabularies(target, model, tokenizer, its_tokenizer)
     return ModelDrafter(model, vocab_size=target.vocab_size, branches=branches)
+
+
+def _drafter_hint(spec: Any) -> str:
+    """Return the drafters by name, and the one that was probably meant."""
+    near = get_close_matches(str(spec), NAMES, 1, 0.5)
+    meant = f"; did you mean drafter={near[0]!r}?" if near else ""
+    plain = " (plain decoding is drafter=None)" if str(spec).lower() in ("none", "plain", "off") else ""
+    return f". Drafters by name: {', '.join(NAMES)}{plain}{meant}"
 
 
 def _check_vocabularies(target: Model, drafter: Model, tokenizer: Any, its_tokenizer: Any) -> None:

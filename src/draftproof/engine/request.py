@@ -1,8 +1,8 @@
-"""A request on its way through the engine: what was asked, how far it is, what came of it."""
+"""A request through its life in the engine: `Request` (the input), `Session` (its state), `Output` (the result)."""
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from jaxtyping import Bool
@@ -15,18 +15,19 @@ from draftproof.models.tokenizer import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 STAGES: Final = ("prefill", "draft", "score", "warp", "verify", "commit")
+"""Keys of `Stats.seconds`, in the order of a round."""
 
 Allowed = Callable[[Sequence[int]], Bool[Tensor, " V"]]
-"""A grammar's word: which tokens may follow these output tokens."""
+"""A grammar: a function of the output tokens that returns the mask of tokens that may follow."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """What a request cost and kept, counted as the field counts.
+    """Counters of one request, defined as in the literature.
 
-    `drafts` are the rounds that had a draft. `accepted` counts before stops cut. `accepted_at[i]` is how often the
-    draft token at depth i was kept; `record` has every round. `seconds` are a request's share of each stage: a round's
-    time is split evenly among the rows of its batch.
+    `drafts` counts rounds with a draft. `accepted` is counted before a stop cuts the text. `accepted_at[i]` counts the
+    accepted draft tokens at depth i; `record` holds every round. `seconds` is the request's share of each stage: a
+    round's time is split evenly among the rows of its batch.
     """
 
     rounds: int = 0
@@ -40,25 +41,29 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted draft tokens over drafted ones."""
+        """Return accepted draft tokens over drafted ones."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted tokens a draft: the closing token is counted."""
+        """Return accepted tokens per draft plus 1: the round's last token is counted."""
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Emitted tokens over passes of the target."""
+        """Return emitted tokens over passes of the target."""
         return self.emitted / self.rounds if self.rounds else 0.0
 
     @property
     def rates_by_position(self) -> list[float]:
-        """How often the draft token at each depth was kept, over all drafts."""
+        """Return how often the draft token at each depth was accepted, over all drafts."""
         return [count / self.drafts for count in self.accepted_at]
 
-    def note(self, drafted: int, accepted: int) -> None:
+    def snapshot(self) -> "Stats":
+        """Return a copy that later rounds do not change."""
+        return replace(self, accepted_at=list(self.accepted_at), record=list(self.record), seconds=dict(self.seconds))
+
+    def record_round(self, drafted: int, accepted: int) -> None:
         """Count one round."""
         self.rounds += 1
         self.drafts += drafted > 0
@@ -72,7 +77,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked for. `source` is an encoder's input; `sampling` has its seed."""
+    """The input of one request. `source` is the encoder's input, if there is one; `sampling.seed` is always set."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -82,7 +87,7 @@ class Request:
     allowed: Allowed | None = None
     logprobs: bool = False
     seeded: bool = False
-    """Whether the caller chose the seed, and so wants the same text again."""
+    """Whether the caller chose the seed, so that the text must be reproducible."""
 
 
 _ids = itertools.count()
@@ -90,28 +95,24 @@ _ids = itertools.count()
 
 @dataclass(slots=True)
 class Session:
-    """A request under way. It is the `Context` that drafters see."""
+    """The state of a running request. Drafters see it as their `Context`."""
 
     request: Request
     tokens: list[int]
+    sampling: SamplingParams
+    prompt_length: int
     id: int = field(default_factory=lambda: next(_ids))
     target_outputs: TargetOutputs | None = None
     stats: Stats = field(default_factory=Stats)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    exact: bool = True
+    deviation: float | None = None
 
     @classmethod
     def start(cls, request: Request) -> "Session":
-        return cls(request, list(request.prompt))
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt)
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.request.sampling
+        return cls(request, list(request.prompt), request.sampling, len(request.prompt))
 
     @property
     def output(self) -> list[int]:
@@ -123,17 +124,19 @@ class Session:
 
     @property
     def room(self) -> int:
-        """Tokens it may still emit."""
+        """Return how many tokens it may still emit."""
         return self.request.max_tokens - (len(self.tokens) - self.prompt_length)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What came of a request.
+    """The result of a request.
 
-    `tokens` are the emitted ones, the end-of-text token or those of a stop string included; `text` ends before them.
-    `logprobs` are the emitted tokens' under the distribution they were drawn from, if asked for. `error` says what went wrong
-    where `finish_reason` is "error".
+    `tokens` are the emitted tokens, including the end-of-text token or those of a stop string; `text` ends before them.
+    `logprobs`, if requested, are the tokens' log-probabilities under the distributions they were drawn from: at
+    temperature 0 that is a point mass, and they are all 0. `error` says what went wrong if `finish_reason` is "error".
+    `exact` is False if a lossy rule was used; `deviation` is then the largest total variation from the target's
+    distribution over all draft positions that were verified.
     """
 
     text: str
@@ -142,10 +145,12 @@ class Output:
     stats: Stats
     logprobs: list[float] | None = None
     error: str | None = None
+    exact: bool = True
+    deviation: float | None = None
 
     @property
     def rounds(self) -> tuple[Round, ...]:
-        """What each round drafted and kept; a stop may have cut the last one."""
+        """Return what each round drafted and accepted; a stop may have cut the last one."""
         return tuple(self.stats.record)
 
     def __str__(self) -> str:
@@ -154,23 +159,29 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What a stream shows after a round: text that is safe to show, the tokens emitted, and at the end why."""
+    """One round's part of a stream: text that is safe to show, emitted tokens, and at the end the finish reason.
+
+    `stats` are the counters after this round; `exact` and `deviation` as in `Output`.
+    """
 
     text: str
     tokens: list[int]
     finish_reason: FinishReason | None
     stats: Stats
+    exact: bool = True
+    deviation: float | None = None
 
 
 @dataclass(slots=True)
-class Emission:
-    """A request and the text that has come of it so far."""
+class TextSession:
+    """A session and its text so far. `stream` decodes the tokens; None without a tokenizer."""
 
     session: Session
     stream: TextStream | None
     text: str = ""
 
     def output(self) -> Output:
+        """Return the result of a finished session."""
         session = self.session
         assert session.finish_reason is not None
         return Output(
@@ -180,4 +191,6 @@ class Emission:
             session.stats,
             session.logprobs if session.request.logprobs else None,
             session.error,
+            session.exact,
+            session.deviation,
         )

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from draftproof.core.device import AsyncCopy, is_cpu, to_device
 from draftproof.core.distribution import Distribution
 from draftproof.core.rng import Philox
 from draftproof.core.tree import misplaced
-from draftproof.core.types import PAD, ROOT, Draft
+from draftproof.core.types import PAD, ROOT, Draft, Verdict
 from draftproof.drafters.interface import Context, Drafter, TargetFeatures, TargetOutputs
 from draftproof.engine.grammar import masks
 from draftproof.engine.request import Session
@@ -56,6 +56,8 @@ class Emitted:
     logprobs: list[float]
     target_outputs: TargetOutputs | None
     fault: str | None
+    deviation: float | None = None
+    """Under a lossy rule: the largest total variation over the row's draft positions."""
 
 
 def advance(sessions: Sequence[Session], k: Sequence[int], cache: Cache, parts: Parts, clock: "Clock") -> list[Emitted]:
@@ -73,8 +75,10 @@ def advance(sessions: Sequence[Session], k: Sequence[int], cache: Cache, parts: 
 
 
 def _start(sessions: Sequence[Session], parts: Parts) -> tuple[Philox, Int[Tensor, "B 1"]]:
-    """Send what the round starts from in one copy: its random numbers' key, and each row's last token, which the cache
-    has not seen yet."""
+    """Copy to the device what a round starts from: the key of its random numbers, and each row's last token.
+
+    The cache does not hold that token yet.
+    """
     numbers = [[s.sampling.seed for s in sessions], [len(s.tokens) for s in sessions], [s.tokens[-1] for s in sessions]]
     seeds, starts, last = to_device(numbers, parts.model.device)
     return Philox(seeds, starts, parts.shared), last[:, None]
@@ -112,7 +116,7 @@ def proposed(drafter: Drafter, sessions: Sequence[Session], k: Sequence[int], rn
 
 
 def _scorable(draft: Draft, V: int) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B K"] | None]:
-    """Return tokens and parents that a model can score, whatever a drafter wrote: faults are found when it is verified."""
+    """Return tokens and parents that a model can score, even of a faulty draft: verification reports its faults."""
     parents = draft.parents
     if parents is not None:
         parents = parents.masked_fill(misplaced(draft), ROOT)
@@ -126,9 +130,10 @@ def _scorable(draft: Draft, V: int) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B 
 class RoundResult:
     """A decision on the CPU, one entry a row.
 
-    sound   emitted tokens that were drawn from distributions; after them the target's scores are not one
-    faults  what is wrong with the row's draft, None where nothing is
-    top     the target's likeliest tokens at each emitted token's position, where a drafter asked and scores are on a GPU
+    sound      emitted tokens that were drawn from distributions; after them the target's scores are not one
+    faults     why a row cannot go on: its draft or its grammar; None where nothing is wrong
+    top        the target's likeliest tokens at each emitted token's position, if a drafter asked, on a GPU
+    deviation  under a lossy rule, the largest total variation over each row's draft positions
     """
 
     tokens: list[list[int]]
@@ -139,24 +144,30 @@ class RoundResult:
     top: list[list[list[int]]] | None
     nodes: Int[Tensor, "B J"]
     path: Int[Tensor, "B K"] | None
+    deviation: list[float] | None
 
 
 def _decided(
     sessions: Sequence[Session], draft: Draft, forward: Forward, rng: Philox, parts: Parts, clock: "Clock"
 ) -> RoundResult:
     """Verify the scored draft and read the decision."""
-    V = forward.logits.shape[-1]
-    targets = parts.targets
+    targets, allowed = parts.targets, None
+    faults: dict[int, str] = {}
+    if targets is None and any(s.request.allowed is not None for s in sessions):
+        allowed, faults = masks(sessions, draft, forward.logits.shape[-1])
     scored = Scored(
         forward.logits,
         [s.sampling for s in sessions],
         draft,
         [s.history for s in sessions] if any(s.sampling.penalises for s in sessions) else None,
-        masks(sessions, draft, V) if targets is None else None,
+        allowed,
         target=None if targets is None else partial(targets, sessions, forward),
     )
     read = partial(_read, scored, type(parts.drafter).__name__, parts.features.top, _wants_logprobs(sessions))
-    return decide(scored, lambda: rng, parts.rule, read, timer=clock)
+    result = decide(scored, lambda: rng, parts.rule, read, timer=clock)
+    if faults:
+        result = replace(result, faults=[faults.get(b, fault) for b, fault in enumerate(result.faults)])
+    return result
 
 
 def _wants_logprobs(sessions: Sequence[Session]) -> bool:
@@ -193,7 +204,16 @@ def _read(scored: Scored, drafter: str, top: int, logprobs: bool, decision: Deci
         rest[:, -J * top :].reshape(B, J, top).tolist() if on_gpu else None,
         nodes,
         verdict.path,
+        None if verdict.exact else _deviation(verdict),
     )
+
+
+def _deviation(verdict: Verdict) -> list[float]:
+    """Return the largest total variation over each row's draft positions; it synchronises."""
+    measured = verdict.deviation
+    if measured is None or measured.total_variation.shape[1] == 0:
+        return [0.0] * len(verdict.accepted)
+    return [float(value) for value in measured.total_variation.amax(1).tolist()]
 
 
 def _fetched(parts: list[Int[Tensor, "B _"]]) -> npt.NDArray[np.int64]:
@@ -221,12 +241,12 @@ def _emitted(b: int, session: Session, result: RoundResult, forward: Forward, pa
     """Return what the round gave row b."""
     emitted, kept, fault = _count(result.tokens[b]), result.sound[b], result.faults[b]
     if fault is not None:
-        return Emitted([], result.drafted[b], 0, [], None, fault)
+        return Emitted([], 0, 0, [], None, fault)
     if kept < emitted:
         at = len(session.tokens) + kept
         fault = (
-            f"the scores after token {at} are not a distribution: the model gave NaN or infinity, or nothing is allowed "
-            "there"
+            f"the scores after token {at} are not a distribution: the model gave NaN or infinity, or nothing is "
+            "allowed there"
         )
     asked = result.logprobs is not None and session.request.logprobs
     return Emitted(
@@ -236,6 +256,7 @@ def _emitted(b: int, session: Session, result: RoundResult, forward: Forward, pa
         result.logprobs[b][:kept] if result.logprobs is not None and asked else [],
         _target_outputs(forward, parts.features, result, b, kept, len(session.tokens) + kept - 1),
         fault,
+        None if result.deviation is None else result.deviation[b],
     )
 
 

@@ -1,4 +1,7 @@
-"""Where a text ends: end-of-text tokens, stop strings, budgets. Cuts after verification, never inside it."""
+"""Cut a round's tokens at the end of a text: an end-of-text token, a stop string, or the budget.
+
+The cut comes after verification and never changes it.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -11,15 +14,15 @@ def cut(
     tokens: Sequence[int],
     eos: Collection[int],
     stream: TextStream | None,
-    longest: int | None,
+    max_length: int | None,
 ) -> tuple[list[int], str, FinishReason | None]:
-    """How much of what a round emitted the request gets: its tokens, the text that is safe to show, and why it ends.
+    """Return the tokens that the request keeps, the text that is safe to show, and why it ends; None: it continues.
 
-    What a round emits has the target's distribution; leaving off its end changes nothing before the end. `longest` is how many
-    tokens the model has positions for.
+    A round's tokens have the target's distribution, and dropping the end changes nothing before it. `max_length` is the
+    number of tokens that the model has positions for.
     """
     reason: FinishReason | None = None
-    room = session.room if longest is None else min(session.room, longest - len(session.tokens))
+    room = session.room if max_length is None else min(session.room, max_length - len(session.tokens))
     kept = list(tokens[:room])
     end = next((i for i, token in enumerate(kept) if token in eos), None)
     if end is not None:

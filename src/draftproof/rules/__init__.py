@@ -1,6 +1,10 @@
-"""Verification: which draft tokens stand, and what follows them. Pure functions of distributions, draft and noise."""
+"""Verification rules: decide which draft tokens are accepted and draw the token that follows them.
 
-from typing import Final, Protocol, runtime_checkable
+A rule is a pure function of the target's distributions, a draft and random numbers.
+"""
+
+from difflib import get_close_matches
+from typing import Any, Final, Protocol, runtime_checkable
 
 from draftproof.core.distribution import Distribution
 from draftproof.core.rng import Philox
@@ -13,22 +17,25 @@ from draftproof.rules.tree import tree
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Maps the target's distributions, a draft and noise to a verdict whose distribution is the target's own, exactly.
+    """A verification rule: a function that returns a verdict with exactly the target's distribution.
 
-    p has shape [B, J]: its distribution at position 0 follows what the row has emitted, at position i + 1 it follows slot i.
+    p has shape [B, J]. At position 0 it is the distribution after the emitted tokens, at position i + 1 after slot i.
     """
 
     def __call__(self, p: Distribution, draft: Draft, rng: Philox, /) -> Verdict: ...
 
 
 RULES: Final[dict[str, Verifier]] = {"token": token, "block": block, "coupled": coupled, "tree": tree}
-"""The exact rules by name. Lossy ones have no name: who wants one passes it, from `draftproof.rules.lossy`."""
+"""The exact rules by name. Lossy rules have no name and are passed as functions, from `draftproof.rules.lossy`."""
 
 
-def resolve(rule: str | Verifier) -> Verifier:
-    """The rule of this name, or the rule itself."""
-    if not isinstance(rule, str):
-        return rule
-    if rule not in RULES:
-        raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))} or a verifier; got {rule!r}")
-    return RULES[rule]
+def resolve(rule: Any) -> Verifier:
+    """Return the rule of this name; return a function as it is."""
+    if isinstance(rule, str) and rule in RULES:
+        return RULES[rule]
+    if isinstance(rule, str) or not callable(rule):
+        near = get_close_matches(rule, RULES, 1) if isinstance(rule, str) else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))} or a verifier; got {rule!r}{hint}")
+    known: Verifier = rule
+    return known

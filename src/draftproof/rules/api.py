@@ -22,7 +22,7 @@ from draftproof.core.rng import Philox
 from draftproof.core.sampling import SamplingParams, warp, warp_without_sync
 from draftproof.core.tree import real
 from draftproof.core.types import PAD, Draft, History, Verdict
-from draftproof.rules import Verifier, resolve
+from draftproof.rules import RULES, Verifier, resolve
 from draftproof.rules.chain import refuse_inexact
 from draftproof.rules.checks import (
     BAD_DRAFT,
@@ -91,7 +91,10 @@ def verify(
     >>> for row, kept in zip(verdict.tokens, verdict.accepted):
     ...     new_tokens = row[: kept + 1]                          # append these, and go on
     """
+    resolve(rule)  # refuses what is not a rule
     B, K, V = check_shapes(target_logits, draft_tokens, draft_logits, draft_ids)
+    target_logits, draft_tokens = target_logits.detach(), draft_tokens.long()
+    draft_logits = None if draft_logits is None else draft_logits.detach()
     samplings = samplings_of("sampling", sampling, B)
     if draft_logits is not None and draft_sampling is None and not all(s.neutral for s in samplings):
         raise ValueError(
@@ -209,7 +212,7 @@ def decide(
             result = read(decision)
         if result is not None:
             return result
-    decision = _by_reference(scored, rng, resolve(rule), refuse, timer)
+    decision = _by_reference(scored, rng, RULES[rule] if isinstance(rule, str) else rule, refuse, timer)
     with timer("commit"):
         result = read(decision)
     assert result is not None, "the reference's decision is final"
@@ -217,7 +220,7 @@ def decide(
 
 
 def serves(scored: Scored, rule: str | Verifier) -> bool:
-    """Tell whether the kernels know this rule and can take this draft. They know names: a function is called as it is."""
+    """Tell whether the kernels implement this rule and take this draft. A rule passed as a function is not theirs."""
     draft = scored.draft
     q_logits = None if draft.q is None else draft.q.logits
     q_logits = q_logits if scored.raw_draft is None else scored.raw_draft.logits

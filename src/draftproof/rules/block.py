@@ -1,9 +1,9 @@
-"""Block verification: judge the draft as a whole, and keep on average more than token by token, never less.
+"""Block verification: verify the draft as a whole, which keeps at least as many tokens on average as token by token.
 
 Sun et al. 2024, "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444), algorithm 2. With
 w₀ = 1, wᵢ = min(1, wᵢ₋₁ · p(xᵢ)/q(xᵢ)), keeping exactly i tokens is tried from the deepest i down and succeeds with
-probability hᵢ = Zᵢ / (Zᵢ + 1 − wᵢ), where Zᵢ = Σ max(0, wᵢ·p − q) is the mass of what closes it; w itself where the
-draft ends; 1 at i = 0. Rows of logits are visited only where the scan gets to.
+probability hᵢ = Zᵢ / (Zᵢ + 1 − wᵢ), where Zᵢ = Σ max(0, wᵢ·p − q) is the mass of the residual; with probability wᵢ at
+the end of the draft; with probability 1 at i = 0. Only the positions that the scan reaches are read.
 """
 
 import torch
@@ -19,11 +19,12 @@ from draftproof.rules.token import token
 
 
 def block(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
+    """Verify each chain as one block: try to keep all of it, then one token less, down to none."""
     refuse_inexact(draft, "block")
     if draft.q is None:
-        return token(p, draft, rng)  # under a point mass w never exceeds 1, and the two rules are one
+        return token(p, draft, rng)  # where q is a point mass, both rules are the same
     log_weight = log_weights(p, draft)
-    coins = torch.nn.functional.pad(rng.coins(draft.tokens.shape[1]), (1, 0))  # node 0 needs none
+    coins = torch.nn.functional.pad(rng.coins(draft.tokens.shape[1]), (1, 0))  # node 0 needs no coin
     rows, at = torch.arange(len(draft.lengths), device=draft.lengths.device), draft.lengths
     accepted = torch.zeros_like(draft.lengths)
     stops = coins[rows, at].log() < log_weight[rows, at]
@@ -36,21 +37,21 @@ def block(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
         accepted[rows[stops]] = at[stops]
         stopped.append(rows[stops])
         weights.append(spare if bool(stops.all()) else spare.index_select(0, stops.nonzero()[:, 0]))
-        del spare  # not to be held while the next station is visited
+        del spare  # [N, V]: free it before the next stopping point allocates its own
     order = torch.cat(stopped)
-    closing = torch.empty_like(accepted)
-    closing[order] = close(_rows(weights), rng.take(order))
-    return verdict(draft, accepted, closing)
+    last = torch.empty_like(accepted)
+    last[order] = close(_rows(weights), rng.take(order))
+    return verdict(draft, accepted, last)
 
 
 def _rows(parts: list[Tensor]) -> Float[Tensor, "B V"]:
-    """All rows one below the other, without a copy where they are together already."""
+    """Concatenate the rows of all parts; a single non-empty part is returned without a copy."""
     parts = [part for part in parts if len(part)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def stop_table(p: Distribution, draft: Draft) -> StopTable:
-    """Every station, from the end of the draft down to the root; a short draft's last stations are never reached."""
+    """Return all stopping points, from the end of the draft down to the root. Entries after the root are padding."""
     log_weight = log_weights(p, draft)
     rows, at = torch.arange(len(draft.lengths), device=draft.lengths.device), draft.lengths
     nodes, chances, dists = [at], [log_weight[rows, at].exp()], [p.probs_at(rows, at)]
@@ -64,7 +65,7 @@ def stop_table(p: Distribution, draft: Draft) -> StopTable:
 
 
 def log_weights(p: Distribution, draft: Draft) -> Float[Tensor, "B J"]:
-    """log w₀ … log w_K: the walk of the log-ratios, never above 0."""
+    """Return log w₀ … log w_K: running sums of the log-ratios, capped at 0 at every step."""
     weight = torch.zeros_like(p.lse[:, 0])
     walk = [weight]
     for step in log_ratios(p, draft).unbind(1):
@@ -76,11 +77,12 @@ def log_weights(p: Distribution, draft: Draft) -> Float[Tensor, "B J"]:
 def stop_point(
     p: Distribution, draft: Draft, log_weight: Float[Tensor, " N"], rows: Int[Tensor, " N"], at: Int[Tensor, " N"]
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, "N V"]]:
-    """Inside a draft: the chance of stopping here, if nothing deeper did, and what the closing token is drawn from."""
+    """Return the probability of stopping at a node before the draft's end, given that no deeper node stopped the row,
+    and the weights from which the residual token is drawn."""
     spare, factor = weighted_excess(p, draft, rows, at, log_weight.exp())
     mass = factor * chunk_sums(spare).double().sum(-1)
     gap = -torch.expm1(log_weight)  # 1 − w without cancellation
     chance = (mass / (mass + gap).clamp_min(torch.finfo(mass.dtype).tiny)).masked_fill(at == 0, 1.0)
-    if bool((mass <= 0).any()):  # nothing is missing: only rounding leads here, and then p is right
+    if bool((mass <= 0).any()):  # no residual: reached by rounding only, where p = q
         spare = torch.where(mass[:, None] > 0, spare, p.probs_at(rows, at))
     return chance, spare

@@ -1,4 +1,7 @@
-"""What the chain rules share: a draft's own distribution at a place, what is left of p there, and how a verdict is written."""
+"""Shared parts of the chain rules: q of a draft, residuals max(0, p − q), stop tables and verdicts.
+
+A place is a row and a position in it: `rows[n]`, `at[n]`.
+"""
 
 from dataclasses import dataclass
 
@@ -12,11 +15,12 @@ from draftproof.core.types import PAD, Draft, InexactError, Verdict
 
 @dataclass(frozen=True, slots=True)
 class StopTable:
-    """The stations at which a row may stop, in the order in which they are tried.
+    """All stopping points of a row, in the order in which they are tried.
 
-    At station s the row stops with probability `chance[:, s]`, given that it got there; it then keeps the draft up
-    to node `node[:, s]` and closes with a token from the distribution `closing[:, s]`. Node 0 is the root, before any draft
-    token; node i + 1 stands behind slot i, so for a chain the node is the number of kept tokens.
+    At stopping point s the row stops with probability `chance[:, s]`, given that no earlier one stopped it. It then
+    keeps the draft up to node `node[:, s]`, and the round's last token is drawn from the distribution `closing[:, s]`.
+    Node 0 is the root, before any draft token; node i + 1 comes after slot i, so for a chain the node is the number of
+    kept tokens.
     """
 
     node: Int[Tensor, "B S"]
@@ -25,18 +29,18 @@ class StopTable:
 
 
 def refuse_inexact(draft: Draft, rule: str) -> None:
-    """Refuse what this chain rule would get wrong."""
+    """Refuse drafts that a chain rule would bias: trees, and drafts drawn with the target's own random numbers."""
     if draft.parents is not None:
         raise InexactError(f'rule="{rule}" verifies chains, and this draft is a tree (it has parents): use rule="tree"')
     if draft.shared_rng:
         raise InexactError(
-            f'this draft was drawn with the target\'s own noise; under rule="{rule}" that is a bias. '
-            'Use rule="coupled", or draw the draft with DRAFT noise'
+            f'this draft was drawn with the target\'s own random numbers; under rule="{rule}" that is a bias. '
+            'Use rule="coupled", or draw the draft with the random numbers of Purpose.DRAFT'
         )
 
 
 def log_ratios(p: Distribution, draft: Draft) -> Float[Tensor, "B K"]:
-    """log p(x) − log q(x) of every drafted token x; q is 1 where it was chosen."""
+    """Return log p(x) − log q(x) of every draft token x; q is 1 where x was chosen."""
     log_p = p.head(draft.tokens.shape[1]).log_prob(draft.tokens)
     if draft.q is None:
         return log_p
@@ -47,7 +51,7 @@ def log_ratios(p: Distribution, draft: Draft) -> Float[Tensor, "B K"]:
 
 
 def draft_probs(draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], like: Tensor) -> Float[Tensor, "N V"]:
-    """q at these places, dense: the declared distribution, or a point mass on a chosen token."""
+    """Return q at these places, dense: the declared distribution, or a point mass on a chosen token."""
     if draft.q is not None and draft.drawn is None:
         return draft.q.probs_at(rows, at)
     dense = torch.zeros_like(like).scatter_(-1, draft.tokens[rows, at].clamp_min(0)[:, None], 1.0)
@@ -59,7 +63,7 @@ def draft_probs(draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], li
 def draft_prob_of(
     draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], tokens: Int[Tensor, "N M"]
 ) -> Float[Tensor, "N M"]:
-    """q of several tokens at each of these places."""
+    """Return q of M tokens at each of these places."""
     chosen = (tokens == draft.tokens[rows, at][:, None]).double()
     if draft.q is None:
         return chosen
@@ -68,7 +72,7 @@ def draft_prob_of(
 
 
 def drafted_probs(draft: Draft) -> Float[Tensor, "B K"]:
-    """q of every drafted token, 1 where it was chosen."""
+    """Return q of every draft token; 1 where it was chosen."""
     if draft.q is None:
         return torch.ones_like(draft.tokens, dtype=torch.float64)
     drawn = draft.q.log_prob(draft.tokens).exp()
@@ -76,7 +80,7 @@ def drafted_probs(draft: Draft) -> Float[Tensor, "B K"]:
 
 
 def slot_distributions(draft: Draft, dist: Distribution) -> Float[Tensor, "B K V"]:
-    """q of every slot, dense; `distribution` is the draft's own. `draft_probs` of all places at once, without a look at them."""
+    """Return q of every slot, dense, without a device sync. `dist` is the draft's q; chosen slots are point masses."""
     q = dist.probs()
     if draft.drawn is None:
         return q
@@ -88,7 +92,7 @@ def slot_distributions(draft: Draft, dist: Distribution) -> Float[Tensor, "B K V
 def excess(
     p: Float[Tensor, "N V"], draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"]
 ) -> Float[Tensor, "N V"]:
-    """max(0, p − q) at these places; q is 0 behind the end of a draft. `p` is written over."""
+    """Return max(0, p − q) at these places, overwriting `p`. After the end of a draft q is 0."""
     inside = at < draft.lengths[rows]
     if draft.tokens.shape[1] == 0 or not bool(inside.any()):
         return p
@@ -101,23 +105,23 @@ def excess(
 def weighted_excess(
     p: Distribution, draft: Draft, rows: Int[Tensor, " N"], at: Int[Tensor, " N"], weight: Float[Tensor, " N"]
 ) -> tuple[Float[Tensor, "N V"], Float[Tensor, " N"]]:
-    """max(0, w·p − q) at places inside their drafts, up to a factor for each row; and that factor."""
+    """Return max(0, w·p − q) divided by a factor per place, and the factors. All places must lie inside a draft."""
     here, gain = p.weights_at(rows, at)
     factor = weight * gain
     if draft.q is None or draft.drawn is not None or draft.q.vocab is not None or len(rows) > ROW_BY_ROW:
         here.mul_(factor.to(here.dtype)[:, None]).sub_(draft_probs(draft, rows, at, here))
         return here.clamp_min_(0), torch.ones_like(factor)
     q, q_gain = draft.q.weights_at(rows, at)
-    # w·p − q = factor · (here − q · q_gain / factor): a pass less than scaling both. Without weight nothing is left
+    # w·p − q = factor · (here − q · q_gain / factor): one pass less than scaling both. Where w = 0 the mass is 0 too
     ratio = torch.where(factor > 0, q_gain / factor, 0.0).clamp_max(torch.finfo(here.dtype).max)
-    for mine, its, c in zip(here, q, ratio.tolist(), strict=True):
-        mine.sub_(its, alpha=c)
+    for p_row, q_row, c in zip(here, q, ratio.tolist(), strict=True):
+        p_row.sub_(q_row, alpha=c)
     return here.clamp_min_(0), factor
 
 
-def verdict(draft: Draft, accepted: Int[Tensor, " B"], closing: Int[Tensor, " B"]) -> Verdict:
-    """The kept tokens, the closing one, then PAD."""
+def verdict(draft: Draft, accepted: Int[Tensor, " B"], last: Int[Tensor, " B"]) -> Verdict:
+    """Write a chain's verdict: the accepted draft tokens, the round's last token, then PAD."""
     tokens = torch.nn.functional.pad(draft.tokens, (0, 1), value=PAD)
     beyond = torch.arange(tokens.shape[1], device=tokens.device) >= accepted[:, None]
-    tokens = tokens.masked_fill(beyond, PAD).scatter_(1, accepted[:, None], closing[:, None])
+    tokens = tokens.masked_fill(beyond, PAD).scatter_(1, accepted[:, None], last[:, None])
     return Verdict(tokens, accepted)

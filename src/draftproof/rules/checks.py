@@ -1,5 +1,6 @@
-"""Check the arguments of `verify` and the drafts of an engine: shapes, token ids, and whether q can be what was drawn
-from. Messages give the name, the value, the shape and what to do instead.
+"""Check the arguments of `verify` and the drafts of an engine: shapes, token ids, and whether q can be the source.
+
+A message gives the name, the value, the shape and what to do instead.
 """
 
 from collections.abc import Sequence
@@ -100,7 +101,7 @@ def screened(draft: Draft, V: int) -> tuple[Draft, Int[Tensor, " B"]]:
     if draft.parents is not None:
         faults = faults | BAD_PARENT * misplaced(sized).any(1)
     if draft.q is not None:
-        faults = faults | BAD_DRAFT * _impossible(sized, draft.q).any(1)
+        faults = faults | BAD_DRAFT * _impossible(sized, draft.q, there).any(1)
     return _without(draft, sized, faults), faults
 
 
@@ -108,7 +109,7 @@ def screened_q(draft: Draft) -> tuple[Draft, Int[Tensor, " B"]]:
     """Empty the rows whose q cannot be what their tokens were drawn from, and say which, as fault bits."""
     if draft.q is None or draft.tokens.shape[1] == 0:
         return draft, torch.zeros_like(draft.lengths)
-    faults = BAD_DRAFT * _impossible(draft, draft.q).any(1)
+    faults = BAD_DRAFT * _impossible(draft, draft.q, real(draft)).any(1)
     return _without(draft, draft, faults), faults
 
 
@@ -119,9 +120,9 @@ def _without(draft: Draft, sized: Draft, faults: Int[Tensor, " B"]) -> Draft:
     return replace(sized, lengths=sized.lengths.masked_fill(faults != 0, 0))
 
 
-def _impossible(draft: Draft, q: Distribution) -> Bool[Tensor, "B K"]:
-    """Mark drawn tokens whose declared probability is not in (0, 1]: NaN, 0, or more than 1."""
-    drawn = real(draft) if draft.drawn is None else real(draft) & draft.drawn
+def _impossible(draft: Draft, q: Distribution, there: Bool[Tensor, "B K"]) -> Bool[Tensor, "B K"]:
+    """Mark drawn tokens whose declared probability is not in (0, 1]: NaN, 0, or more than 1. `there`: real slots."""
+    drawn = there if draft.drawn is None else there & draft.drawn
     log_q = q.log_prob(draft.tokens)
     return drawn & ~((log_q > -torch.inf) & (log_q <= ROUNDING))  # NaN fails both comparisons
 
@@ -182,7 +183,7 @@ def describe_draft_fault(draft: Draft, b: int, faults: int, V: int) -> str:
         assert draft.parents is not None
         return f"parents {draft.parents[b, :length].tolist()}: a slot's parent is -1 (the root) or an earlier slot"
     assert draft.q is not None
-    i = int(_impossible(draft, draft.q)[b].nonzero()[0])
+    i = int(_impossible(draft, draft.q, real(draft))[b].nonzero()[0])
     chance = float(draft.q.log_prob(draft.tokens)[b, i].exp())
     return (
         f"token {tokens[i]} at draft position {i} with a declared probability of {chance:g}: it cannot have been drawn "
@@ -191,7 +192,7 @@ def describe_draft_fault(draft: Draft, b: int, faults: int, V: int) -> str:
 
 
 def _explain_drawn(draft: Draft, q: Distribution) -> None:
-    wrong = _impossible(draft, q)
+    wrong = _impossible(draft, q, real(draft))
     if bool(wrong.any()):
         b, i = wrong.nonzero()[0].tolist()
         raise ValueError(

@@ -1,14 +1,14 @@
-"""Tree verification by traversal: depth first, leaves before their parents, any mixture of drawn and chosen slots.
+"""Traversal verification of draft trees: depth first, leaves before their parents; slots may be drawn or chosen.
 
 Weng et al. 2025 (arXiv 2505.12398), in our derivation (docs/why-it-is-exact.md). A node is entered with a weight
-w = min(1, w_parent · p(t)/q(t)); when a whole subtree is rejected, its slot's distribution is taken out of the parent's:
-r = max(0, w·p − q), Z = Σ r, then p ← r/Z and w ← Z/(Z + 1 − w); after its last child a node is kept with probability
-w, the root for certain. On a chain this is block verification; with leaves only, sibling by sibling rejection.
+w = min(1, w_parent · p(t)/q(t)). When a whole subtree is rejected, the q of its slot is subtracted at the parent:
+r = max(0, w·p − q), Z = Σ r, then p ← r/Z and w ← Z/(Z + 1 − w). After its last child a node stops the row with
+probability w, the root with probability 1. On a chain this is block verification; on a tree of leaves only it is
+sibling-by-sibling rejection.
 
-What is taken out of a parent does not depend on what happened below the slot. So the slots can be gone through in their
-own order, all rows in step, and who stops where be decided afterwards: that never looks at a number, and is the way on
-a GPU. On the host, of few rows, it pays to go depth first and to end at the first stop. Both take the same steps on the
-same numbers.
+What is subtracted at a parent does not depend on what happened below the slot. So all rows can process their slots in
+storage order and choose their stopping point afterwards, without a device sync: the way on a GPU. On the CPU, with few
+rows, it is faster to walk depth first and to end at the first stop. Both do the same arithmetic on the same numbers.
 """
 
 from collections.abc import Sequence
@@ -29,32 +29,38 @@ from draftproof.core.types import PAD, Draft, InexactError, Verdict
 from draftproof.rules.chain import StopTable, draft_probs, drafted_probs, slot_distributions
 
 ROW_BY_ROW: Final = 64
-"""Rows up to which each is followed by itself, on the host: of more, most steps are some row's anyway."""
+"""Rows up to which the CPU walks depth first; with more rows, nearly every slot is needed by some row anyway."""
 
 
 def tree(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
+    """Verify each row's tree and return the accepted path."""
     if draft.shared_rng:
-        raise InexactError('this draft was drawn with the target\'s own noise, which is a bias under rule="tree"')
-    coins = torch.nn.functional.pad(rng.coins(draft.tokens.shape[1]), (1, 0))  # the root's is 0: it stops for certain
-    on_host = is_cpu(draft.tokens.device)
-    if on_host:
+        raise InexactError(
+            'this draft was drawn with the target\'s own random numbers, which is a bias under rule="tree"'
+        )
+    coins = torch.nn.functional.pad(rng.coins(draft.tokens.shape[1]), (1, 0))  # the root's is 0: it always stops
+    on_cpu = is_cpu(draft.tokens.device)
+    if on_cpu:
         check_parents(draft)
-    follow = on_host and len(coins) <= ROW_BY_ROW
-    walk = Walk.to_the_first_stop(p, draft, coins) if follow else Walk.through_all(p, draft)
+    depth_first = on_cpu and len(coins) <= ROW_BY_ROW
+    walk = Walk.to_the_first_stop(p, draft, coins) if depth_first else Walk.through_all(p, draft)
     node = walk.shape.turn.masked_fill(~(coins < walk.chances()), coins.shape[1]).argmin(1)
-    closing = close(walk.dist[torch.arange(len(node), device=node.device), node], rng)
-    return _verdict(draft, walk.shape.path(node), closing)
+    last = close(walk.dist[torch.arange(len(node), device=node.device), node], rng)
+    return _verdict(draft, walk.shape.path(node), last)
 
 
 def stop_table(p: Distribution, draft: Draft) -> StopTable:
-    """Every station, leaves first; what stands behind a row's root is never reached."""
+    """Return all stopping points, leaves first. Entries after the root are padding."""
     return Walk.through_all(p, draft).table()
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """All rows on their way through their trees. `distribution` and `weight` are a node's own as soon as all its children are
-    rejected: who stops there stops with this chance, and closes with a token from this distribution."""
+    """A traversal of all rows' trees: residual distribution and weight of every node.
+
+    They are final once all children of the node are rejected. The row then stops at the node with probability
+    `weight`, and the round's last token is drawn from `dist`.
+    """
 
     p: Distribution
     draft: Draft
@@ -62,14 +68,17 @@ class Walk:
     dist: Float[Tensor, "B J V"]
     weight: Float[Tensor, "B J"]
     q: Float[Tensor, "B K"]
-    """Of each drafted token."""
+    """q of every draft token; 1 where it was chosen."""
     q_dists: Float[Tensor, "B K V"] | None = None
-    """The distributions that the slots were drawn from, where all of them will be wanted."""
+    """q of every slot, dense, if all slots are processed; None: computed where needed."""
 
     @classmethod
     def through_all(cls, p: Distribution, draft: Draft) -> "Walk":
-        """Take every step, slot by slot. Distributions are written out for all nodes and slots: twice the memory of the scores,
-        and once where no slot was drawn."""
+        """Process every slot, in storage order, without a device sync.
+
+        Distributions are written out for all nodes, and for all slots if any was drawn: up to twice the memory of the
+        scores.
+        """
         walk = cls._start(p, draft, p.probs(), None if draft.q is None else slot_distributions(draft, draft.q))
         B, J = walk.weight.shape
         rows, nodes = torch.arange(B, device=walk.weight.device), torch.arange(J, device=walk.weight.device)
@@ -80,10 +89,10 @@ class Walk:
 
     @classmethod
     def to_the_first_stop(cls, p: Distribution, draft: Draft, coins: Float[Tensor, "B J"]) -> "Walk":
-        """From station to station, each row until a coin lets it stop. For the host: it looks."""
-        (B, J), everyone = coins.shape, torch.arange(len(coins))
+        """Walk depth first, each row until a coin stops it. For the CPU: it reads values at every step."""
+        (B, J), all_rows = coins.shape, torch.arange(len(coins))
         walk = cls._start(p, draft, p.logits.new_empty(B, J, p.vocab_size))
-        walk.dist[:, 0] = p.probs_at(everyone, torch.zeros_like(everyone))
+        walk.dist[:, 0] = p.probs_at(all_rows, torch.zeros_like(all_rows))
         visits, going = walk.shape.visits(), list(range(B))
         for turn in range(J - 1):
             going = [b for b in going if turn < len(visits[b])]
@@ -102,18 +111,20 @@ class Walk:
 
     @classmethod
     def _start(cls, p: Distribution, draft: Draft, dist: Tensor, q_dists: Tensor | None = None) -> "Walk":
-        """At the root. A node that is not entered has no weight: nobody stops there."""
+        """Start at the root. Nodes that are never entered keep weight 0: no row stops there."""
         weight = torch.zeros(dist.shape[:2], dtype=torch.float64, device=dist.device)
         weight[:, 0] = 1.0
         return cls(p, draft, Shape.of(draft), dist, weight, drafted_probs(draft), q_dists)
 
     def _enter(self, rows: Int[Tensor, " N"], node: Int[Tensor, " N"]) -> None:
+        """Set the weight of these nodes: min(1, w_parent · p(t)/q(t))."""
         slot = node - 1
         parent = self.shape.parent[rows, slot]
         wanted = self.weight[rows, parent] * self.dist[rows, parent, self.draft.tokens[rows, slot]]
         self.weight[rows, node] = torch.where(wanted > 0, (wanted / self.q[rows, slot]).clamp_max(1.0), 0.0)
 
     def _reject(self, rows: Int[Tensor, " N"], node: Int[Tensor, " N"]) -> None:
+        """Subtract q of these nodes' slots at their parents."""
         slot = node - 1
         parent = self.shape.parent[rows, slot]
         w, dist = self.weight[rows, parent], self.dist[rows, parent]
@@ -127,11 +138,11 @@ class Walk:
         return draft_probs(self.draft, rows, slot, like) if self.q_dists is None else self.q_dists[rows, slot]
 
     def chances(self) -> Float[Tensor, "B J"]:
-        """Of stopping at each node, if nothing stopped the row before. The root stops it for certain."""
+        """Return the probability of stopping at each node, given that no earlier one stopped the row; 1 at the root."""
         return torch.nn.functional.pad(self.weight[:, 1:], (1, 0), value=1.0)
 
     def table(self) -> StopTable:
-        """The stations in the order of their turns; those behind the root's are the root's again."""
+        """Return the stopping points in the order in which they are tried; after the root's, the root's repeated."""
         turn = self.shape.turn
         node = turn.argsort(1).masked_fill(torch.arange(turn.shape[1], device=turn.device) > turn[:, :1], 0)
         rows = torch.arange(len(node), device=node.device)[:, None]
@@ -143,9 +154,9 @@ def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[Int[Tensor, " N"], Int[T
     return rows, nodes
 
 
-def _verdict(draft: Draft, path: Int[Tensor, "B K"], closing: Int[Tensor, " B"]) -> Verdict:
-    """The tokens on the way from the root to the node each row stopped at, and the slots they stand in."""
+def _verdict(draft: Draft, path: Int[Tensor, "B K"], last: Int[Tensor, " B"]) -> Verdict:
+    """Write the verdict: tokens and slots from the root to the node where each row stopped, and the last token."""
     kept = draft.tokens.gather(1, path.clamp_min(0)).masked_fill(path == PAD, PAD)
     accepted = (path != PAD).sum(1)
-    tokens = torch.nn.functional.pad(kept, (0, 1), value=PAD).scatter_(1, accepted[:, None], closing[:, None])
+    tokens = torch.nn.functional.pad(kept, (0, 1), value=PAD).scatter_(1, accepted[:, None], last[:, None])
     return Verdict(tokens, accepted, path)
