@@ -65,7 +65,13 @@ def test_messages_go_through_the_template_and_an_assistants_last_one_is_continue
     assert decoded(tokenizer, begun, skip_special=False) == asked + "fox"
 
 
-@pytest.mark.parametrize("ids", [[5, 6], (5, 6), torch.tensor([5, 6]), [np.int64(5), 6]])
+IDS = [
+    *([5, 6], (5, 6), torch.tensor([5, 6]), torch.tensor([5, 6], dtype=torch.int32), [np.int64(5), 6], range(5, 7)),
+    *(np.array([5, 6]), np.array([5, 6], dtype=np.uint16), [torch.tensor(5), torch.tensor(6)]),
+]
+
+
+@pytest.mark.parametrize("ids", IDS)
 def test_token_ids_are_taken_as_they_are(ids):
     prompts, is_one = each(ids)
     assert is_one
@@ -82,6 +88,11 @@ def test_token_ids_are_taken_as_they_are(ids):
         ([[]], 1, False),
         ([[5, 6], [7]], 2, False),
         (torch.tensor([[5, 6], [7, 8]]), 2, False),
+        (np.array([[5, 6], [7, 8]]), 2, False),
+        ([np.array([5, 6]), np.array([7])], 2, False),
+        ([torch.tensor([5, 6]), torch.tensor([7])], 2, False),
+        (np.array(["the", "fox"]), 2, False),
+        (np.array([]), 0, False),
         ([{"role": "user", "content": "the"}], 1, True),
         ([[{"role": "user", "content": "the"}]], 1, False),
     ],
@@ -99,6 +110,51 @@ def test_an_empty_prompt_of_tokens_is_no_tokens():
 def test_an_invalid_prompt_is_refused_with_its_place(wrong):
     with pytest.raises(ValueError, match=r"prompt\[\d\] is .*; a prompt is a string"):
         encode(wrong, byte_level())
+
+
+@pytest.mark.parametrize("prompts", [np.array([[5, 6], [7, 8]]), [torch.tensor([5, 6]), np.array([7, 8])]])
+def test_rows_of_arrays_are_lists_of_token_ids(prompts):
+    assert each(prompts) == ([[5, 6], [7, 8]], False)
+    assert [encode(row, byte_level()) for row in prompts] == [[5, 6], [7, 8]]
+
+
+MESSAGE = {"role": "user", "content": "x"}
+MISTAKES = {
+    "a message": (MESSAGE, r"the prompt is one message; a chat is a list of messages: \[\{'role': 'user'"),
+    "a dictionary": ({"text": "x"}, r"the prompt is a dict, \{'text': 'x'\}; a prompt is a string"),
+    "a tokenizer's output": ({"input_ids": [[5]], "attention_mask": [[1]]}, r'pass its entry \["input_ids"\]'),
+    "bytes": (b"the fox", r"the prompt is bytes, b'the fox': decode it .* prompt.decode\('utf-8'\)"),
+    "a number": (5, "the prompt is 5; a prompt is a string, a list of messages or a list of token ids"),
+    "nothing": (None, "the prompt is None; a prompt is a string"),
+    "numbers that are no ids": (np.array([1.5, 2.0]), r"an array of float64 with shape \(2,\); token ids are a 1-D"),
+    "a mask": (torch.tensor([True]), r"an array of torch.bool with shape \(1,\)"),
+    "an array of one number": (np.array(5), r"an array of int64 with shape \(\)"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_no_prompt_is_refused_with_the_right_form(mistake):
+    prompt, message = MISTAKES[mistake]
+    for read in (each, lambda prompt: encode(prompt, byte_level())):
+        with pytest.raises(ValueError, match=message):
+            read(prompt)
+
+
+@pytest.mark.parametrize("wrong", [b"the", MESSAGE, 1.5, None, np.array([0.5])])
+def test_what_is_no_prompt_in_a_list_is_named_by_its_place(wrong):
+    with pytest.raises(ValueError, match=r"prompts\[1\] is "):
+        each(["the fox", wrong])
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_lone_surrogate_is_named_with_its_place(chat):
+    with pytest.raises(
+        ValueError, match=r"the prompt has a lone surrogate, '\\udce9', at character 5 \(near 'caf. \\udce9"
+    ):
+        encode("café \udce9 the fox", byte_level(), chat=chat)
+    with pytest.raises(ValueError, match=r"the content of prompt\[0\] has a lone surrogate"):
+        encode([{"role": "user", "content": "the \ud83d"}], byte_level())
+    assert encode("café 👍🏽", byte_level(), chat=chat)
 
 
 def test_a_message_without_content_is_refused():

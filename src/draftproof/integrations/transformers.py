@@ -8,6 +8,7 @@ The output has the distribution of plain `model.generate(**inputs)`; with do_sam
 import inspect
 import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -25,15 +26,16 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import InexactError
-from draftproof.drafters.registry import default_branches
+from draftproof.drafters.registry import default_branches, is_name
 from draftproof.engine.batch import Batch, Encoder
 from draftproof.engine.engine import draft_length_policy, parts
 from draftproof.engine.load import as_drafter
 from draftproof.engine.request import Request, Session
 from draftproof.engine.round import Emitted
 from draftproof.integrations.transformers_rows import ProcessedDistributions, TokenMatrix, apply_criteria
+from draftproof.models.fingerprint import PerModel
 from draftproof.models.interface import Model
-from draftproof.models.loading import LoadOptions, as_model
+from draftproof.models.loading import LoadOptions, as_model, load_model
 
 STATEFUL: Final = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs the model itself and keeps a cache of every call",
@@ -52,6 +54,12 @@ HANDLED_INPUTS: Final = (
     *("encoder_outputs", "use_cache", "logits_to_keep"),
 )
 """Model inputs prepared by generate that this loop replaces by its own cache and positions."""
+
+LOADING: Final = LoadOptions(pack=False)
+"""How a draft model is loaded by name."""
+
+_DRAFT_MODELS: PerModel[Any] = PerModel()
+"""The last draft model loaded by name for each target that is alive."""
 
 
 def generate(
@@ -77,12 +85,13 @@ def generate(
                                                 `torch.manual_seed` reproduces the text
 
     For stop strings pass a `StopStringCriteria` in stopping_criteria: transformers does not pass on the tokenizer.
-    A row that has ended is padded while the others continue.
+    A row that has ended is padded while the others continue. Preparing a model (copying its modules, reading a head,
+    loading a draft model) is done in the first call, and again after the model has changed.
     """
     _refuse(logits_processor, generation_config, model_kwargs)
     served = as_model(model)
     branches = default_branches(drafter, rule) if branches is None else branches
-    built = as_drafter(drafter, served, LoadOptions(pack=False), branches=branches, hf=model)
+    built = as_drafter(_loaded(drafter, model), served, LOADING, branches=branches, hf=model)
     inputs = GenerateInputs(
         input_ids, inputs_tensor, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     )
@@ -102,6 +111,17 @@ def generate(
         return matrix.padded()
     kind = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
     return kind(sequences=matrix.padded())
+
+
+def _loaded(drafter: Any, model: Any) -> Any:
+    """Return the model that a name or folder stands for, loaded once for each target; return anything else unchanged.
+
+    Drafters themselves are made for each call: their memory of a text is dropped with them, and a text does not depend
+    on earlier calls. What is slow to make (copies of modules, heads, draft models) is kept as long as its model.
+    """
+    if not isinstance(drafter, str | Path) or is_name(str(drafter)):
+        return drafter
+    return _DRAFT_MODELS.get(model, "drafter", str(drafter), lambda: load_model(drafter, LOADING)[0])
 
 
 def _run(batch: Batch, matrix: TokenMatrix, criteria: StoppingCriteriaList, columns: "ColumnStreamer") -> None:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
 from draftproof.core.device import is_cpu, to_device
-from draftproof.models.cuda_graphs import Recordings
+from draftproof.models.cuda_graphs import CapturedGraphs
 from draftproof.models.interface import Cache
 
 HostLengths = npt.NDArray[np.int64]
@@ -45,7 +45,7 @@ class SlotCache:
         """The lengths on the host; None if only the device has them. Reading them back in every round would
         synchronise, so `_upper_bound` overestimates them until a bucket border, where they are read."""
         self._upper_bound = 0
-        self.recordings = Recordings()
+        self.recordings = CapturedGraphs()
         """CUDA graphs of passes over these buffers."""
         self.past = TransformersCache(layers=[SlotLayer(self) for _ in range(layers)])
 

@@ -1,20 +1,18 @@
 """Decide whether a transformers model can be served exactly, and read its sizes from its configuration.
 
-`refuse_unsupported` checks what is known from the class and the configuration. `probe` runs a few tokens of a family
-that the tests do not cover, and compares the slot cache with a plain forward.
+`refuse_unsupported` checks what is known without a pass. What is not known from that (a family that the tests do not
+cover, a quantised model, code from elsewhere) is run on a few tokens by probe.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from draftproof.core.types import ROOT, InexactError
-from draftproof.models.interface import Model
+from draftproof.core.types import InexactError
 
 TESTED_FAMILIES = frozenset(
     [
@@ -33,11 +31,14 @@ POSITIONS_BY_SLOT = {
 }
 """Families refused by name, with the reason: a probe of a few tokens, or in half precision, might accept them."""
 
-PROBE_LONG, PROBE_SHORT = 7, 3
-"""Tokens in the two rows of a probe. Lengths must differ to reveal positions or masks not computed for each row."""
+SERVED_DEVICES = ("cpu", "cuda")
+"""Device types that the tests cover. Others, such as "mps", lack operations or round differently, untested."""
 
-PROBE_TREE = [ROOT, ROOT, 1]
-"""Parents in the tree of a probe: two siblings, and a child of the second, which must not see the first."""
+OWN_PACKAGES = ("torch", "transformers", "draftproof")
+"""Packages whose modules are known code; a model with a module from elsewhere (remote code, adapters) is probed."""
+
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights that are not quantised; float8 is."""
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -46,6 +47,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     family = model.config.model_type
     if model.training:
         raise ValueError(f"{name} is in training mode, where dropout changes the distribution: call model.eval() first")
+    _refuse_placement(model)
     if family in POSITIONS_BY_SLOT:
         raise InexactError(f"{name} cannot be served in ragged batches and trees: {POSITIONS_BY_SLOT[family]}")
     for index, layer in enumerate(DynamicCache(config=decoder_config(model)).layers):
@@ -61,41 +63,72 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         )
 
 
-def probe(served: Model, original: PreTrainedModel) -> None:
-    """Compare a ragged pass and a tree with plain passes, and refuse the model if they differ beyond rounding."""
-    tokens = torch.arange(PROBE_LONG + PROBE_SHORT + len(PROBE_TREE), device=served.device) * 31 % served.vocab_size
-    long, short, slots = tokens.split([PROBE_LONG, PROBE_SHORT, len(PROBE_TREE)])
-    name = type(original).__name__
-    try:
-        logits = _served_logits(served, long, short, slots)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise InexactError(f"{name} cannot be served: it does not accept our masks and cache ({reason})") from error
-    texts = [text for row in (long, short) for text in (row, torch.cat([row, slots[1:]]))]
-    with torch.no_grad():
-        plain = torch.stack([original(text[None], use_cache=False).logits[0, -1] for text in texts])
-    off = float((logits - plain).abs().max() / plain.std())
-    # Half precision rounds far coarser than float32; a wrong mask or position shows as a tenth of the spread or more.
-    if not off <= (1e-3 if plain.dtype == torch.float32 else 5e-2):
-        raise InexactError(
-            f"{name} gives other logits in a ragged batch or a tree than alone: they differ by {off:.1e} of their "
-            "standard deviation. Its positions or masks are not computed for each row, so it cannot be served exactly"
+def _refuse_placement(model: PreTrainedModel) -> None:
+    """Raise if the model is not as a whole on one CPU or CUDA device."""
+    name = type(model).__name__
+    placed = getattr(model, "hf_device_map", None) or {}
+    mapped = sorted({_device_name(device) for device in placed.values()})
+    if len(mapped) > 1:
+        raise ValueError(
+            f"{name} is spread over several devices (hf_device_map names {', '.join(mapped)}), and its cache must be "
+            'on one: load the model on one device, with device_map={"": "cuda:0"}'
+        )
+    if any(_is_offloaded(module) for module in model.modules()):
+        raise ValueError(
+            f"{name} has weights that accelerate loads for each pass (hf_device_map={placed}): load it on one device "
+            "without offloading, or load a smaller or quantised model"
+        )
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise ValueError(f"{name} has weights on {', '.join(devices)}: move it to one device with model.to()")
+    for device in devices:
+        check_device(torch.device(device), name)
+
+
+def check_device(device: torch.device, what: str) -> None:
+    """Raise if this kind of device is not one that the tests cover."""
+    if device.type not in SERVED_DEVICES:
+        raise ValueError(
+            f"{what} is on {str(device)!r}, and models are served only on {' and '.join(SERVED_DEVICES)}, where the "
+            'tests compare them with a plain forward: use model.to("cpu"), or load it with device="cpu"'
         )
 
 
-def _served_logits(
-    served: Model, long: Int[Tensor, " L"], short: Int[Tensor, " S"], slots: Int[Tensor, " K"]
-) -> Float[Tensor, "texts V"]:
-    """Return the logits after each row, and after each row followed by the last branch of the tree.
+def _device_name(device: object) -> str:
+    return f"cuda:{device}" if isinstance(device, int) else str(device)
 
-    The first pass caches all but the last token of both rows; the second scores the last token as the root of a tree.
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Return whether a hook of accelerate loads the module's weights for each pass."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ())))
+
+
+def has_foreign_code(model: PreTrainedModel) -> bool:
+    """Return whether the model runs modules that neither transformers nor torch defines, such as remote code."""
+    return any(type(module).__module__.partition(".")[0] not in OWN_PACKAGES for module in model.modules())
+
+
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Return whether weights or activations are quantised, as far as the model or its modules show it."""
+    settings = [getattr(config, "quantization_config", None) for config in (model.config, decoder_config(model))]
+    flags = [getattr(model, name, None) for name in ("hf_quantizer", "is_loaded_in_8bit", "is_loaded_in_4bit")]
+    return (
+        any([*settings, *flags])
+        or any(type(weight) is not nn.Parameter or weight.dtype not in PLAIN_DTYPES for weight in model.parameters())
+        or any(_is_unusual_linear(module) for module in model.modules())
+    )
+
+
+def _is_unusual_linear(module: nn.Module) -> bool:
+    """Return whether this is a linear layer of a class that may compute more than a matrix product.
+
+    Quantisation libraries subclass or replace `nn.Linear`; transformers' own are in `transformers.integrations`.
     """
-    cache = served.new_cache(2)
-    served(torch.stack([long[:-1], torch.cat([short[:-1], long[: PROBE_LONG - PROBE_SHORT]])]), cache)
-    cache.keep(torch.tensor([PROBE_LONG - 1, PROBE_SHORT - 1]))
-    tokens = torch.stack([torch.cat([row[-1:], slots]) for row in (long, short)])
-    parents = torch.tensor([PROBE_TREE, PROBE_TREE], device=served.device)
-    return served(tokens, cache, parents=parents).logits[:, [0, -1]].flatten(0, 1)
+    if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
+        return False
+    usual = type(module) is nn.Linear or type(module).__module__.startswith(("transformers.models.", "draftproof."))
+    return not usual
 
 
 def check_pass(tokens: Tensor, parents: Tensor | None, scored: int | None, rows: int) -> None:
@@ -134,7 +167,7 @@ def cached_layers(config: PreTrainedConfig) -> int:
     return len(DynamicCache(config=config).layers)
 
 
-def furthest(config: PreTrainedConfig) -> int | None:
+def max_positions(config: PreTrainedConfig) -> int | None:
     """Return the number of positions the model can be served for; None if there is no limit.
 
     LongRoPE changes all its frequencies at its original length. A cache that is filled before and read after would mix
@@ -146,6 +179,19 @@ def furthest(config: PreTrainedConfig) -> int | None:
             limits.append(rope.get("original_max_position_embeddings"))
     known = [limit for limit in limits if limit is not None and limit > 0]
     return min(known) if known else None
+
+
+def attention_windows(config: PreTrainedConfig) -> dict[str, int | None]:
+    """Return the attention window of each kind of layer in the model; None: full attention."""
+    sizes = {
+        "full_attention": None,
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # as transformers infers it
+        kinds = [next((kind for kind in ("sliding_attention", "chunked_attention") if sizes[kind]), "full_attention")]
+    return {kind: sizes[kind] for kind in dict.fromkeys(kinds)}
 
 
 def _rope_parameters(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:

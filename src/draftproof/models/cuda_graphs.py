@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-TIMES: Final = 2
+WARMUP_PASSES: Final = 2
 """Ordinary launches of a shape before it is captured: many shapes occur once or twice, and a capture costs about as
 much as a pass. They are also the warm-up that a capture needs; the last one is checked for syncs."""
 
@@ -39,26 +39,26 @@ class GraphCache:
 
     refusal: str | None = None
 
-    def run(self, body: Body, inputs: Tensors, reach: int, recordings: "Recordings", variant: Hashable = ()) -> Tensors:
+    def run(self, body: Body, inputs: Tensors, reach: int, graphs: "CapturedGraphs", variant: Hashable = ()) -> Tensors:
         """Return `body(*inputs)`, by replay if a graph of these shapes exists.
 
         A graph captured with a larger `reach` serves too, as slots beyond the rows are masked. The first input is the
         tokens. `variant`: whatever else the body depends on.
         """
-        if self.refusal is not None or not recordable(inputs[0]):
+        if self.refusal is not None or not capturable(inputs[0]):
             return body(*inputs)
         kind = (*(tensor.shape for tensor in inputs), variant)
-        found = recordings.by_kind.get(kind)
+        found = graphs.by_kind.get(kind)
         if found is None or found.reach < reach:
-            recordings.times[kind, reach] += 1
-            if recordings.times[kind, reach] < TIMES:
+            graphs.times[kind, reach] += 1
+            if graphs.times[kind, reach] < WARMUP_PASSES:
                 return body(*inputs)
-            if recordings.times[kind, reach] == TIMES:
+            if graphs.times[kind, reach] == WARMUP_PASSES:
                 return self._rehearse(body, inputs)
-            found = self._record(body, inputs, reach, recordings)
+            found = self._capture(body, inputs, reach, graphs)
             if found is None:
                 return body(*inputs)
-            recordings.by_kind[kind] = found
+            graphs.by_kind[kind] = found
         return found.replay(inputs)
 
     def _rehearse(self, body: Body, inputs: Tensors) -> Tensors:
@@ -66,42 +66,42 @@ class GraphCache:
 
         During a capture a sync is an error from which torch's allocator and random numbers do not recover.
         """
-        with watched() as syncs:
+        with sync_warnings() as syncs:
             outputs = body(*inputs)
         if syncs:
             self._refuse(f"it synchronises with the device ({syncs[0]})")
         return outputs
 
-    def _record(self, body: Body, inputs: Tensors, reach: int, recordings: "Recordings") -> "Recording | None":
+    def _capture(self, body: Body, inputs: Tensors, reach: int, graphs: "CapturedGraphs") -> "CapturedGraph | None":
         """Capture `body` on its own copy of the inputs; None, with a refusal, if that fails."""
         memory = tuple(tensor.clone() for tensor in inputs)
         try:
-            graph, outputs = captured(lambda: body(*memory), recordings, memory[0].device)
+            graph, outputs = capture(lambda: body(*memory), graphs, memory[0].device)
         except Exception as error:  # a model's forward may raise anything; its passes are then launched as usual
             reason = error.__context__ or error
             self._refuse(f"{type(reason).__name__}: {reason}")
             return None
-        return Recording(reach, graph, memory, outputs)
+        return CapturedGraph(reach, graph, memory, outputs)
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
         warnings.warn(f"passes are launched one kernel at a time, as they cannot be recorded: {reason}", stacklevel=2)
 
 
-def recordable(tokens: Int[Tensor, "B T"]) -> bool:
+def capturable(tokens: Int[Tensor, "B T"]) -> bool:
     """Return whether a pass over these tokens is worth a CUDA graph: a short one, on a GPU."""
     return tokens.is_cuda and tokens.shape[1] <= WIDEST
 
 
 @dataclass(slots=True)
-class Recordings:
+class CapturedGraphs:
     """The CUDA graphs of passes over one cache: per input signature, the one with the largest attention span."""
 
     times: Counter[Hashable] = field(default_factory=Counter)
     """Ordinary launches of each signature and reach."""
     pool: Any = None
     """Memory pool shared by the graphs, of which one runs at a time."""
-    by_kind: dict[Hashable, "Recording"] = field(default_factory=dict)
+    by_kind: dict[Hashable, "CapturedGraph"] = field(default_factory=dict)
 
     def forget(self) -> None:
         """Drop all graphs, because the cache's buffers are replaced. A pool without graphs cannot be used again."""
@@ -110,7 +110,7 @@ class Recordings:
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class CapturedGraph:
     """A captured pass, with the memory it reads from and writes to."""
 
     reach: int
@@ -125,8 +125,8 @@ class Recording:
         return tuple(output.clone() for output in self.outputs)  # the next replay overwrites them
 
 
-def captured(
-    run: Callable[[], Tensors], recordings: Recordings, device: torch.device
+def capture(
+    run: Callable[[], Tensors], graphs: CapturedGraphs, device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, Tensors]:
     """Capture the kernels that `run` launches on this device, without running them.
 
@@ -134,11 +134,11 @@ def captured(
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), _garbage_collection_off():
-        recordings.pool = torch.cuda.graph_pool_handle() if recordings.pool is None else recordings.pool
+        graphs.pool = torch.cuda.graph_pool_handle() if graphs.pool is None else graphs.pool
         current, capturing = torch.cuda.current_stream(), _capture_stream(torch.cuda.current_device())
         capturing.wait_stream(current)
         with torch.cuda.stream(capturing):
-            _begin(graph, recordings.pool)
+            _begin(graph, graphs.pool)
             try:
                 outputs = run()
             finally:
@@ -167,7 +167,7 @@ def _garbage_collection_off() -> Iterator[None]:
 
 
 @contextmanager
-def watched() -> Iterator[list[str]]:
+def sync_warnings() -> Iterator[list[str]]:
     """Collect the source lines that synchronise with the device, as far as torch reports them.
 
     The list is filled when the context ends; other warnings are passed on.

@@ -23,12 +23,15 @@ from draftproof.models.compatibility import (
     check_layers,
     check_pass,
     decoder_config,
-    furthest,
+    has_foreign_code,
     head_size,
+    is_quantized,
+    max_positions,
     refuse_unsupported,
 )
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import additive_mask, chain_view
+from draftproof.models.probe import probe_causality
 from draftproof.models.weight_sharing import structural_copy
 
 NO_TREES = "encoder-decoder models count positions by slot, so a tree cannot be scored: use a rule for chains"
@@ -39,16 +42,20 @@ class EncoderDecoder:
 
     The sources are encoded once: `cache = model.encode(sources)`. A pass then scores tokens of the answer; the first
     token of every answer is `start`, which the caller feeds like any other. The object passed in is never altered.
+    Quantised models and code from outside of transformers are refused if a later token moves earlier logits (probe.py),
+    unless the model drafts (`drafter`). For devices see `HFModel`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, drafter: bool = False) -> None:
         if not model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} has no encoder: use HFModel (models/hf.py)")
         refuse_unsupported(model)
         self._net = structural_copy(model)
         self._config = decoder_config(self._net)
         self._adds_mask = self._config._attn_implementation == "eager"
-        self._max_length = furthest(self._config)
+        self._max_length = max_positions(self._config)
+        if not drafter and (has_foreign_code(model) or is_quantized(model)):
+            probe_causality(self, model, lambda rows: self.encode([[self.start]] * rows))
 
     @property
     def vocab_size(self) -> int:

@@ -7,24 +7,25 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftproof.models.attention import ATTENTION_NAME, steady_attention
 from draftproof.models.cache import SlotCache, outside_inference_mode
 from draftproof.models.compatibility import (
-    TESTED_FAMILIES,
+    attention_windows,
     cached_layers,
     check_layers,
     check_pass,
     decoder_config,
-    furthest,
     head_size,
-    probe,
+    max_positions,
     refuse_unsupported,
 )
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
+from draftproof.models.hidden_states import LayerStates
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import View, additive_mask, chain_view, take_over_alibi, tree_view
+from draftproof.models.probe import needs_probe, probe
 from draftproof.models.weight_sharing import copy_first_layers, copy_for_slot_cache
 
 Masks = Tensor | None | dict[str, Tensor | None]
@@ -35,24 +36,36 @@ class HFModel:
 
     The object passed in is never altered: a structural copy that shares its weights is run (weight_sharing.py). Move it
     to its device and call `eval()` first; training mode is refused. Only padding may lie past `max_length`.
-    Families that our tests do not cover are probed with a few tokens first (compatibility.py) and refused if they
-    differ from a plain forward. On a GPU, short passes run as CUDA graphs unless `graphs` is False.
+
+    Some models are probed with a few tokens first (probe.py), and refused if a later token moves earlier logits or if
+    a ragged batch differs from a plain forward: families that our tests do not cover; every quantised model; and code
+    from outside of transformers, such as adapters and models loaded with `trust_remote_code=True` (pass these as
+    objects: names are loaded without remote code). A model must be on one CPU or CUDA device as a whole: several
+    devices (`device_map="auto"`), offloading and other devices, such as "mps", are refused.
+
+    graphs   on a GPU, capture short passes as CUDA graphs and replay them
+    drafter  the model drafts: it cannot change the text's distribution, so less is probed
+    probed   the caller has probed the model that this one is a part of
     """
 
-    def __init__(self, model: PreTrainedModel, *, graphs: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, graphs: bool = True, drafter: bool = False, probed: bool = False
+    ) -> None:
         if model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} has an encoder: use EncoderDecoder (models/encoder_decoder.py)")
         refuse_unsupported(model)
-        self.recorder = GraphCache(None if graphs else SWITCHED_OFF)
+        self.graph_cache = GraphCache(None if graphs else SWITCHED_OFF)
         self._net = copy_for_slot_cache(model)
         self._config = decoder_config(self._net)
         self._alibi = take_over_alibi(self._net)
         self._layers = cached_layers(self._config)
-        self._windows = _windows(self._config)
-        self._max_length = None if self._alibi else furthest(self._config)
+        self._windows = attention_windows(self._config)
+        self._max_length = None if self._alibi else max_positions(self._config)
         self._vocab_size = head_size(self._net)
-        if self._config.model_type not in TESTED_FAMILIES:
-            probe(self, model)
+        self._states = LayerStates.of(self._net)
+        self._parts: dict[int, HFModel] = {}
+        if not probed and needs_probe(model, drafter=drafter):
+            probe(self, model, self._windows, drafter=drafter)
 
     @property
     def vocab_size(self) -> int:
@@ -72,9 +85,12 @@ class HFModel:
     def first_layers(self, count: int) -> "HFModel":
         """Return a model of the first `count` layers, the norm and the output layer, on the same weights.
 
-        As a drafter it costs no memory but its own cache.
+        As a drafter it costs no memory but its own cache. It is made once for each count.
         """
-        return HFModel(copy_first_layers(self._net, count), graphs=self.recorder.refusal is None)
+        if count not in self._parts:
+            graphs = self.graph_cache.refusal is None
+            self._parts[count] = HFModel(copy_first_layers(self._net, count), graphs=graphs, probed=True)
+        return self._parts[count]
 
     def __call__(
         self,
@@ -95,7 +111,7 @@ class HFModel:
             body = partial(self._logits_and_states, cache=cache, scored=scored or 0, layers=tuple(layers))
             inputs = (tokens, cache.lengths) if parents is None else (tokens, cache.lengths, parents)
             if scored is None and cache.bound > 0:
-                outputs = self.recorder.run(body, inputs, cache.reach, cache.recordings, tuple(layers))
+                outputs = self.graph_cache.run(body, inputs, cache.reach, cache.recordings, tuple(layers))
             else:
                 outputs = body(*inputs)
         logits, *hidden = (outside_inference_mode(output) for output in outputs)
@@ -115,9 +131,14 @@ class HFModel:
 
         It must not synchronise with the GPU, so that it can be captured as a CUDA graph.
         """
+        run = partial(self._pass, tokens, lengths, cache, parents, scored)
         with steady_attention(tokens.device):
-            out = self._pass(tokens, lengths, cache, parents, scored, bool(layers))
-        return (out.logits, *(out.hidden_states[layer] for layer in layers))
+            if not layers:
+                return (run().logits,)
+            if self._states is not None:
+                return self._states.collect(layers, lambda: run().logits)
+            out = run(hidden=True)  # no single stack of layers to take states from: transformers keeps those of all
+            return (out.logits, *(out.hidden_states[layer] for layer in layers))
 
     def _pass(
         self,
@@ -126,7 +147,7 @@ class HFModel:
         cache: SlotCache,
         parents: Int[Tensor, "B K"] | None,
         scored: int,
-        hidden: bool,
+        hidden: bool = False,
     ) -> Any:
         slots = cache.place(lengths)
         view = chain_view(slots, cache.reach) if parents is None else tree_view(slots, cache.reach, parents)
@@ -161,16 +182,3 @@ class HFModel:
         if self._alibi is not None:
             return torch.where(visible, self._alibi(view.columns, dtype), torch.finfo(dtype).min)
         return additive_mask(visible, dtype) if self._config._attn_implementation == "eager" else visible
-
-
-def _windows(config: PreTrainedConfig) -> dict[str, int | None]:
-    """Return the attention window of each kind of layer in the model; None: full attention."""
-    sizes = {
-        "full_attention": None,
-        "sliding_attention": getattr(config, "sliding_window", None),
-        "chunked_attention": getattr(config, "attention_chunk_size", None),
-    }
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # as transformers infers it
-        kinds = [next((kind for kind in ("sliding_attention", "chunked_attention") if sizes[kind]), "full_attention")]
-    return {kind: sizes[kind] for kind in dict.fromkeys(kinds)}

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 
 from draftproof.models import bundled
+from draftproof.models.compatibility import check_device
+from draftproof.models.fingerprint import PerModel, fingerprint
 from draftproof.models.interface import Model
 from draftproof.models.tokenizer import Tokenizer
+
+_WRAPPED: PerModel[Model] = PerModel()
+"""The wrapper of each model that is alive: making one copies modules and may probe the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ def load_model(spec: Any, options: LoadOptions) -> tuple[Any, Tokenizer | None]:
     if not isinstance(spec, (str, Path)):
         return spec, None
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_device(device, f"device={options.device!r}")
     dtype = options.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if str(spec) == bundled.NAME:
         hf, tokenizer = bundled.load()
@@ -61,19 +67,28 @@ def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype) -> tup
 
 
 def as_model(hf: Any, role: str = "target", graphs: bool = True) -> Model:
-    """Wrap a transformers model as a `Model`; a `Model` is returned as it is."""
+    """Wrap a transformers model as a `Model`; a `Model` is returned as it is.
+
+    A wrapper is made once, and again after the model has changed in a way that the wrapper does not follow
+    (fingerprint.py).
+    """
     config = getattr(hf, "config", None)
     if config is None:
         if isinstance(hf, Model):
             return hf
         raise ValueError(f"{role} must be a name, a folder, a transformers model or a Model; got a {type(hf).__name__}")
-    if config.is_encoder_decoder:
+    drafter = role == "drafter"
+    return _WRAPPED.get(hf, role, (graphs, fingerprint(hf)), lambda: _wrapped(hf, graphs, drafter))
+
+
+def _wrapped(hf: Any, graphs: bool, drafter: bool) -> Model:
+    if hf.config.is_encoder_decoder:
         from draftproof.models.encoder_decoder import EncoderDecoder
 
-        return EncoderDecoder(hf)
+        return EncoderDecoder(hf, drafter=drafter)
     from draftproof.models.hf import HFModel
 
-    return HFModel(hf, graphs=graphs)
+    return HFModel(hf, graphs=graphs, drafter=drafter)
 
 
 def eos_tokens(hf: Any, tokenizer: Any) -> Collection[int]:

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Final, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-OnePrompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Tensor
+OnePrompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Tensor | npt.NDArray[Any]
 """Text; or token ids; or a chat, messages with `role` and `content`. `encode` distinguishes them."""
 
 Prompt = OnePrompt | Sequence[Any]
@@ -18,6 +20,11 @@ Prompt = OnePrompt | Sequence[Any]
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 """The character that tokenizers decode bytes to that are not, or not yet, valid UTF-8."""
+
+FORMS: Final = "a prompt is a string, a list of messages or a list of token ids"
+
+EXCERPT: Final = 40
+"""Characters of a prompt that an error message shows."""
 
 CONTEXT: Final = 8
 """Tokens of context that fix how the next one decodes: its leading space, and the state of UTF-8 (3 bytes at most)."""
@@ -50,7 +57,7 @@ class Tokenizer(Protocol):
     ) -> Any: ...
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer, *, chat: bool | None = None) -> list[int]:
+def encode(prompt: Any, tokenizer: Tokenizer, *, chat: bool | None = None) -> list[int]:
     """Return the tokens of one prompt, ready to be continued.
 
     Messages go through the tokenizer's chat template. If the last one is the assistant's, it is continued; otherwise
@@ -61,26 +68,81 @@ def encode(prompt: Prompt, tokenizer: Tokenizer, *, chat: bool | None = None) ->
     instruct model given raw text rambles.
     """
     if isinstance(prompt, str):
+        _check_text(prompt, "the prompt")
         if chat or (chat is None and tokenizer.chat_template):
             return _templated([{"role": "user", "content": prompt}], tokenizer)
         return tokenizer.encode(prompt)
-    items = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+    items = _items(prompt, "the prompt")
     if items and isinstance(items[0], Mapping):
         return _templated(items, tokenizer)
     return _checked(items)
 
 
-def each(prompts: Prompt) -> tuple[list[Any], bool]:
+def each(prompts: Any) -> tuple[list[Any], bool]:
     """Split the argument into single prompts, and return whether it was one prompt rather than a list of them.
 
-    An empty list is a list of no prompts; an empty prompt is "", or [] in a list. A matrix of token ids is split into
-    whole rows: padding cannot be distinguished from tokens here.
+    An empty list is a list of no prompts; an empty prompt is "", or [] in a list. A matrix of token ids (a 2-D tensor
+    or numpy array) is split into whole rows: padding cannot be distinguished from tokens here.
     """
     if isinstance(prompts, str):
         return [prompts], True
-    items = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
-    is_one = bool(items) and isinstance(items[0], Integral | Mapping)
-    return ([items] if is_one else items), is_one
+    items = [item.tolist() if _is_scalar(item) else item for item in _items(prompts, "the prompt")]
+    if items and isinstance(items[0], Integral | Mapping):
+        return [items], True
+    return [item if isinstance(item, str) else _items(item, f"prompts[{at}]") for at, item in enumerate(items)], False
+
+
+def _items(prompt: Any, name: str) -> list[Any]:
+    """Return the elements of a list or an array; refuse anything else, and arrays of other than integers or text."""
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise ValueError(
+            f"{name} is bytes, {_excerpt(bytes(prompt))}: decode it to text first, as in prompt.decode('utf-8'), or "
+            "pass a list of token ids"
+        )
+    if isinstance(prompt, Mapping):
+        raise ValueError(_mapping_message(prompt, name))
+    if isinstance(prompt, Tensor | np.ndarray):
+        numeric = isinstance(prompt, Tensor) or prompt.dtype.kind not in "UO"
+        whole = str(prompt.dtype).removeprefix("torch.").startswith(("int", "uint"))
+        if prompt.ndim == 0 or (numeric and not whole and 0 not in prompt.shape):
+            shape = tuple(prompt.shape)
+            raise ValueError(
+                f"{name} is an array of {prompt.dtype} with shape {shape}; token ids are a 1-D array of integers, or a "
+                "2-D array with one prompt in each row"
+            )
+        return list(prompt.tolist())
+    if not isinstance(prompt, Iterable):
+        raise ValueError(f"{name} is {_excerpt(prompt)}; {FORMS}")
+    return list(prompt)
+
+
+def _mapping_message(prompt: Mapping[Any, Any], name: str) -> str:
+    if "input_ids" in prompt:
+        return f'{name} is the output of a tokenizer, a {type(prompt).__name__}: pass its entry ["input_ids"]'
+    if {"role", "content"} <= set(prompt):
+        return f"{name} is one message; a chat is a list of messages: [{_excerpt(dict(prompt))}]"
+    return f"{name} is a {type(prompt).__name__}, {_excerpt(prompt)}; {FORMS}"
+
+
+def _is_scalar(item: Any) -> bool:
+    return isinstance(item, Tensor | np.ndarray) and item.ndim == 0
+
+
+def _excerpt(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}…"
+
+
+def _check_text(text: str, name: str) -> None:
+    """Refuse text that is not Unicode: half of a surrogate pair, as a decoder with surrogateescape leaves it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - EXCERPT // 2) : error.start + EXCERPT // 2]
+        raise ValueError(
+            f"{name} has a lone surrogate, {text[error.start]!r}, at character {error.start} (near {near!r}), which is "
+            'half of a character and cannot be encoded: decode the text with errors="replace", or remove it'
+        ) from error
 
 
 def _templated(messages: list[Any], tokenizer: Tokenizer) -> list[int]:
@@ -92,6 +154,8 @@ def _templated(messages: list[Any], tokenizer: Tokenizer) -> list[int]:
     for at, message in enumerate(messages):
         if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
             raise ValueError(f"prompt[{at}] is {message!r}; a message of a chat has a 'role' and a 'content'")
+        if isinstance(message["content"], str):
+            _check_text(message["content"], f"the content of prompt[{at}]")
     unfinished = messages[-1]["role"] == "assistant"
     tokens = tokenizer.apply_chat_template(
         [dict(message) for message in messages],
@@ -105,9 +169,7 @@ def _templated(messages: list[Any], tokenizer: Tokenizer) -> list[int]:
 def _checked(items: list[Any]) -> list[int]:
     for at, token in enumerate(items):
         if not isinstance(token, Integral) or isinstance(token, bool) or int(token) < 0:
-            raise ValueError(
-                f"prompt[{at}] is {token!r}; a prompt is a string, a list of messages or a list of token ids"
-            )
+            raise ValueError(f"prompt[{at}] is {token!r}; {FORMS}")
     return [int(token) for token in items]
 
 

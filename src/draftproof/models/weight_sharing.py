@@ -50,7 +50,13 @@ def copy_first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     total = config.num_hidden_layers
     if not 1 <= count < total:
         raise ValueError(f"first_layers({count}): {type(model).__name__} has {total} layers, so take 1 to {total - 1}")
-    parent, name = _decoder_stack(copied, total)
+    stack = decoder_stack(copied)
+    if stack is None:
+        raise ValueError(
+            f"first_layers needs one stack of {total} decoder layers, and {type(model).__name__} has none or several "
+            "lists of that many modules: pass a smaller model as the drafter instead"
+        )
+    parent, name = stack
     setattr(parent, name, getattr(parent, name)[:count])
     config.num_hidden_layers = count
     if getattr(config, "layer_types", None) is not None:
@@ -58,17 +64,16 @@ def copy_first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     return copied
 
 
-def _decoder_stack(model: PreTrainedModel, total: int) -> tuple[nn.Module, str]:
-    """Find the list of decoder layers (its parent, its name): the only list of that many modules in the base model."""
+def decoder_stack(model: PreTrainedModel) -> tuple[nn.Module, str] | None:
+    """Find the list of decoder layers (its parent, its name): the only list of that many modules in the base model.
+
+    None if there is no such list, or several.
+    """
+    total = decoder_config(model).num_hidden_layers
     found = [
         (parent, name)
         for parent in model.base_model.modules()
         for name, child in parent.named_children()
         if isinstance(child, nn.ModuleList) and len(child) == total
     ]
-    if len(found) != 1:
-        raise ValueError(
-            f"first_layers needs one stack of {total} decoder layers, and {type(model).__name__} has {len(found)} "
-            "lists of that many modules: pass a smaller model as the drafter instead"
-        )
-    return found[0]
+    return found[0] if len(found) == 1 else None

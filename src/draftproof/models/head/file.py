@@ -74,6 +74,34 @@ def save(path: str | Path, head: Head, meta: HeadMeta) -> None:
 
 def load(path: str | Path) -> tuple[Head, HeadMeta]:
     """Read a head, in float32 on the CPU and in eval mode, and its metadata."""
+    metadata, shape = _read_metadata(path)
+    try:
+        head = Head(HeadShape(**shape | {"taps": tuple(shape["taps"])}))
+        weights = load_file(Path(path) / WEIGHTS)
+        meta = HeadMeta(ids=tuple(weights.pop(IDS).tolist()), **metadata)
+        head.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    except (KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{path} is no head that can be read: {error}") from error
+    return head.eval().requires_grad_(False), meta
+
+
+def load_metadata(path: str | Path) -> HeadMeta:
+    """Read a head's metadata without its weights; `ids` is empty."""
+    metadata, _ = _read_metadata(path)
+    try:
+        return HeadMeta(ids=(), **metadata)
+    except TypeError as error:
+        raise ValueError(f"{path} is no head that can be read: {error}") from error
+
+
+def file_stamps(path: str | Path) -> tuple[tuple[int, int], ...]:
+    """Return time and size of a head's files, which differ once it is trained anew."""
+    found = [(Path(path) / name).stat() for name in (METADATA, WEIGHTS) if (Path(path) / name).is_file()]
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in found)
+
+
+def _read_metadata(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the entries of the JSON, and the shape apart from them."""
     folder = Path(path)
     if not (folder / METADATA).is_file() or not (folder / WEIGHTS).is_file():
         raise ValueError(
@@ -84,14 +112,9 @@ def load(path: str | Path) -> tuple[Head, HeadMeta]:
         layout = metadata.pop("layout")
         if layout != LAYOUT:
             raise ValueError(f"{folder} has layout {layout}, and this version reads only layout {LAYOUT}")
-        shape = metadata.pop("shape")
-        head = Head(HeadShape(**shape | {"taps": tuple(shape["taps"])}))
-        weights = load_file(folder / WEIGHTS)
-        meta = HeadMeta(ids=tuple(weights.pop(IDS).tolist()), **metadata)
-        head.load_state_dict({name: weight.float() for name, weight in weights.items()})
-    except (KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        return metadata, metadata.pop("shape")
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{folder} is no head that can be read: {error}") from error
-    return head.eval().requires_grad_(False), meta
 
 
 def check_target(meta: HeadMeta, model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from draftproof.core.device import to_device
-from draftproof.models.cuda_graphs import Recordings
+from draftproof.models.cuda_graphs import CapturedGraphs
 
 HEAD_BUCKET = 256
 """Slots: the buffers of a `HeadCache` grow by multiples of this."""
@@ -139,7 +139,7 @@ class HeadCache:
 
     keys: Float[Tensor, "B S g d"]
     values: Float[Tensor, "B S g d"]
-    recordings: Recordings = field(default_factory=Recordings)
+    recordings: CapturedGraphs = field(default_factory=CapturedGraphs)
     """CUDA graphs of steps over these buffers."""
 
     @classmethod
