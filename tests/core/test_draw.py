@@ -5,8 +5,9 @@ import torch
 from scipy.stats import binom
 
 from draftproof.core.distribution import residual
-from draftproof.core.draw import CHUNK, ROW_BY_ROW, TRIALS, chunk_sums, close, draw, invert, pick, race_weights, thin
+from draftproof.core.draw import CHUNK, ROW_BY_ROW, TRIALS, chunk_sums, close, draw, invert, pick, race_weights
 from draftproof.core.rng import Philox, Purpose
+from draftproof.rules.token import thin
 from g_test import g_test
 
 ALPHA = 1e-6

@@ -13,8 +13,7 @@ from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
-from draftproof.models.head.attach import FittedHead
-from draftproof.models.head.network import Head
+from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import shape_for
 from draftproof.models.hf import HFModel
 from draftproof.models.toy import Toy

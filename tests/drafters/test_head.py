@@ -15,8 +15,7 @@ from draftproof.core.types import PAD, ROOT, History
 from draftproof.drafters.head import MAX_BATCHED, HeadDrafter, HeadReader
 from draftproof.drafters.head_tree import Level
 from draftproof.drafters.interface import TargetOutputs
-from draftproof.models.head.attach import FittedHead
-from draftproof.models.head.network import attend
+from draftproof.models.head.network import FittedHead, attend
 from draftproof.models.head.taps import embeddings, output_rows
 from engine.tiny import V, llama
 from engine.tiny_heads import IDS, trained

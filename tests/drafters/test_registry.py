@@ -38,7 +38,10 @@ def test_branches_make_a_tree(name):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("n-gram", r'one of "auto", "ngram", .*"early-exit:n", "head", "suffix\+head", None or a Drafter; got \'n-gram\''),
+        (
+            "n-gram",
+            r'one of "auto", "ngram", .*"early-exit:n", "head", "suffix\+head", None or a Drafter; got \'n-gram\'',
+        ),
         ("early-exit", "as in \"early-exit:6\"; got 'early-exit'"),
         ("early-exit:two", "wants a number of layers"),
         ("early-exit:9", "has 2 layers"),

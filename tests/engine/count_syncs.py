@@ -44,7 +44,7 @@ class SyncCounter(TorchDispatchMode):
     def install(self, monkeypatch):
         """Make the engine take its GPU paths, and route copies and reads through this counter."""
         monkeypatch.setattr(core_device, "HOST", "none")
-        monkeypatch.setattr(kernels, "runs_on", lambda device: True)
+        monkeypatch.setattr(core_device, "KERNEL_DEVICES", ("cuda", "cpu"))
         monkeypatch.setattr(AsyncCopy, "__init__", lambda copy, tensor: self._start_copy(copy, tensor))
         monkeypatch.setattr(AsyncCopy, "read", lambda copy: self._read_copy(copy))
         monkeypatch.setattr(torch.Tensor, "tolist", self._tolist(torch.Tensor.tolist))

@@ -14,7 +14,7 @@ from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
 from draftproof.engine import batch as batches
 from draftproof.models.cuda_graphs import CapturedGraphs, GraphCache
-from draftproof.models.head.attach import FittedHead
+from draftproof.models.head.network import FittedHead
 from draftproof.models.hf import HFModel
 from engine.tiny import PROMPT, llama, neighbour
 from engine.tiny_heads import IDS, trained

@@ -12,8 +12,7 @@ from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
 from draftproof.engine import batch as batches
 from draftproof.engine import round as rounds_module
-from draftproof.models.head.attach import FittedHead
-from draftproof.models.head.network import Head
+from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import embeddings, shape_for
 from draftproof.models.hf import HFModel
 from engine.fake_cuda import fake_cuda, to_fake_cuda

@@ -5,8 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from draftproof.models.head.attach import FittedHead
-from draftproof.models.head.network import Head, attend
+from draftproof.models.head.network import FittedHead, Head, attend
 from draftproof.models.head.taps import embeddings, output_rows, shape_for
 from engine.tiny import V, llama
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import draftproof as dp
-from draftproof import kernels
+from draftproof.core import device as core_device
 from draftproof.core.distribution import DraftVocab
 from draftproof.core.rng import Philox
 from draftproof.core.types import History
@@ -36,9 +36,9 @@ def rng(device, shared):
 def both(monkeypatch, batch, logits, shared, j, vocab=None):
     """Draw with the kernels and with the reference."""
     draws = Draws(batch, rng(logits.device, shared), vocab)
-    monkeypatch.setattr(kernels, "runs_on", lambda device: False)
+    monkeypatch.setattr(core_device, "KERNEL_DEVICES", ())
     want = draws(logits, [NO_HISTORY] * 3, j)
-    monkeypatch.setattr(kernels, "runs_on", lambda device: True)
+    monkeypatch.setattr(core_device, "KERNEL_DEVICES", ("cuda", "cpu"))
     return draws(logits, [NO_HISTORY] * 3, j), want
 
 
@@ -82,7 +82,7 @@ def test_a_row_that_is_not_a_distribution_has_a_nan_lse(monkeypatch, logits):
 
 def test_what_was_drawn_stays_when_the_next_is(monkeypatch, logits):
     """The kernels' workspace is reused for every token; nothing of an earlier one may lie in it."""
-    monkeypatch.setattr(kernels, "runs_on", lambda device: True)
+    monkeypatch.setattr(core_device, "KERNEL_DEVICES", ("cuda", "cpu"))
     draws = Draws(BATCHES["filters"], rng(logits.device, False))
     dist, tokens = draws(logits, [NO_HISTORY] * 3, 0)
     before = [part.clone() for part in (tokens, dist.lse, dist.cutoff, dist.point)]
@@ -91,7 +91,7 @@ def test_what_was_drawn_stays_when_the_next_is(monkeypatch, logits):
 
 
 def test_greedy_batches_are_left_to_the_reference(monkeypatch, logits):
-    monkeypatch.setattr(kernels, "runs_on", lambda device: True)
+    monkeypatch.setattr(core_device, "KERNEL_DEVICES", ("cuda", "cpu"))
     draws = Draws([S(temperature=0)] * 3, rng(logits.device, False))
     draws(logits, [NO_HISTORY] * 3, 0)
     assert draws._device is None
@@ -102,7 +102,7 @@ def test_penalties_are_applied_before_the_draw(monkeypatch, logits):
     seen = [History([3], logits[b].topk(4).indices.tolist()) for b in range(3)]
     draws, results = Draws(batch, rng(logits.device, False)), []
     for runs in (True, False):
-        monkeypatch.setattr(kernels, "runs_on", lambda device, runs=runs: runs)
+        monkeypatch.setattr(core_device, "KERNEL_DEVICES", ("cuda", "cpu") if runs else ())
         results.append(draws(logits, seen, 0))
     (dist, tokens), (want_dist, want_tokens) = results
     assert draws._device is not None

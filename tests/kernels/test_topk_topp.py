@@ -5,7 +5,7 @@ import torch
 
 import draftproof as dp
 from draftproof.kernels import launch, verify_rows
-from draftproof.kernels.device.cutoff import LINES
+from draftproof.kernels.device.slice_lists import LINES
 from draftproof.kernels.parameters import Parameters
 from draftproof.kernels.workspace import (
     PART_SUMS,

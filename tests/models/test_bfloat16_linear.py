@@ -8,7 +8,7 @@ from torch import nn
 
 from draftproof.models.cpu_linear import BFloat16Linear, bfloat16_packable, pack_bfloat16
 from draftproof.models.head import attach
-from draftproof.models.head.attach import FittedHead
+from draftproof.models.head.network import FittedHead
 from engine.tiny import llama
 from engine.tiny_heads import IDS, on_target, trained
 

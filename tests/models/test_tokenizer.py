@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftproof.models.tokenizer import PENDING, REPLACEMENT, Detokenizer, TextStream, each, encode
+from draftproof.engine.stop import TextStream
+from draftproof.models.tokenizer import PENDING, REPLACEMENT, Detokenizer, each, encode
 from models.tiny_tokenizers import byte_fallback, byte_level, word_pieces
 
 EMOJI = "👍🏽"  # two code points, eight bytes

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,10 @@ from draftproof.cli.console import spinner
 from draftproof.cli.engines import open_engine, sampling_for
 from draftproof.cli.main import INTERRUPTED
 from draftproof.cli.options import SAMPLING, Choice, engine_options, max_tokens_option, sampling_options
-from draftproof.cli.prompt_file import Item, PromptLine, read_prompt_lines, read_prompts
+from draftproof.cli.prompt_file import PromptLine, answer_all, read_prompt_lines, read_prompts
 from draftproof.cli.text import check_text, read_stdin
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from draftproof.engine.engine import Engine
     from draftproof.engine.request import Chunk, Output, Stats
 
@@ -290,60 +287,3 @@ def _beam_search(engine: "Engine", prompt: str, arguments: dict[str, Any], into:
         output = engine.generate(prompt, **arguments)
     into.text, into.tokens, into.finish_reason = output.text, output.tokens, output.finish_reason
     into.stats, into.seconds = output.stats, time.perf_counter() - start
-
-
-def answer_all(engine: "Engine", lines: Sequence[PromptLine], options: Options, *, stats: bool) -> int:
-    """Print one JSON line per prompt, in their order, and return the exit status.
-
-    Lines are written batch by batch, so Ctrl-C loses only the batch in progress.
-    """
-    start, tokens, failed = time.perf_counter(), 0, 0
-    try:
-        with _progress() as progress:
-            task = progress.add_task("Generating", total=len(lines))
-            for group in _groups(lines, engine.limits.max_batch):
-                for result in _results(engine, group, options):
-                    tokens += len(result["tokens"])
-                    failed += result["finish_reason"] == "error"
-                    sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
-                sys.stdout.flush()
-                progress.advance(task, len(group))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    if stats:
-        seconds = time.perf_counter() - start
-        speed = f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s)"
-        print(f"{len(lines)} prompts, {failed} failed · {speed}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def _results(engine: "Engine", group: Sequence[PromptLine], options: Options) -> Iterator[Item]:
-    outputs = engine.generate([line.item["prompt"] for line in group], **options.for_lines(engine, group))
-    assert isinstance(outputs, list)
-    for line, output in zip(group, outputs, strict=True):
-        result = {"text": output.text, "tokens": output.tokens, "finish_reason": output.finish_reason}
-        failure = {"error": output.error} if output.error else {}
-        yield {**line.item, **result, **failure, **lossy_fields(output), "stats": stats_dict(output.stats)}
-
-
-def _groups(lines: Sequence[PromptLine], size: int) -> Iterator[Sequence[PromptLine]]:
-    """Split the lines, in their order, into batches of at most this size; a batch has the same stop texts."""
-    for _, same in groupby(lines, key=lambda line: line.stop):
-        run = list(same)
-        for start in range(0, len(run), size):
-            yield run[start : start + size]
-
-
-def _progress() -> "Progress":
-    """Return a progress bar on stderr with counts and the elapsed time; it disappears when it is done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True), transient=True)

@@ -1,14 +1,24 @@
-"""Read a file of prompts, one JSON value per line, each with the options it sets for itself."""
+"""Work through a file of prompts, one JSON value per line with the options it sets for itself, one JSON result each."""
 
 import json
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from draftproof.cli.main import INTERRUPTED
 from draftproof.cli.options import switch_off_zero
 from draftproof.cli.text import check_text, read_lines
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from draftproof.cli.generate import Options
+    from draftproof.engine.engine import Engine
 
 Item = dict[str, Any]
 """The JSON object of a line: "prompt" and other fields, which its result repeats."""
@@ -142,3 +152,62 @@ def _stops(stop: Any, source: str) -> tuple[str, ...] | None:
     if not isinstance(stops, (list, tuple)) or not all(isinstance(text, str) and text for text in stops):
         raise ValueError(f"{source}: stop must be a text that is not empty, or a list of such texts; got {stop!r}")
     return tuple(stops)
+
+
+def answer_all(engine: "Engine", lines: Sequence[PromptLine], options: "Options", *, stats: bool) -> int:
+    """Print one JSON line per prompt, in their order, and return the exit status.
+
+    Lines are written batch by batch, so Ctrl-C loses only the batch in progress.
+    """
+    start, tokens, failed = time.perf_counter(), 0, 0
+    try:
+        with _progress() as progress:
+            task = progress.add_task("Generating", total=len(lines))
+            for group in _groups(lines, engine.limits.max_batch):
+                for result in _results(engine, group, options):
+                    tokens += len(result["tokens"])
+                    failed += result["finish_reason"] == "error"
+                    sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
+                sys.stdout.flush()
+                progress.advance(task, len(group))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if stats:
+        seconds = time.perf_counter() - start
+        speed = f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s)"
+        print(f"{len(lines)} prompts, {failed} failed · {speed}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _results(engine: "Engine", group: Sequence[PromptLine], options: "Options") -> Iterator[Item]:
+    from draftproof.cli.generate import lossy_fields, stats_dict  # which imports this file
+
+    outputs = engine.generate([line.item["prompt"] for line in group], **options.for_lines(engine, group))
+    assert isinstance(outputs, list)
+    for line, output in zip(group, outputs, strict=True):
+        result = {"text": output.text, "tokens": output.tokens, "finish_reason": output.finish_reason}
+        failure = {"error": output.error} if output.error else {}
+        yield {**line.item, **result, **failure, **lossy_fields(output), "stats": stats_dict(output.stats)}
+
+
+def _groups(lines: Sequence[PromptLine], size: int) -> Iterator[Sequence[PromptLine]]:
+    """Split the lines, in their order, into batches of at most this size; a batch has the same stop texts."""
+    for _, same in groupby(lines, key=lambda line: line.stop):
+        run = list(same)
+        for start in range(0, len(run), size):
+            yield run[start : start + size]
+
+
+def _progress() -> "Progress":
+    """Return a progress bar on stderr with counts and the elapsed time; it disappears when it is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True)

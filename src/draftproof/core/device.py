@@ -6,6 +6,8 @@ sync reads values through numpy, which refuses GPU tensors: such a read cannot b
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Final
 
 import numpy.typing as npt
@@ -14,6 +16,20 @@ from torch import Tensor
 
 HOST: Final = "cpu"
 """Device type whose values can be read without a sync. Tests replace it to run the GPU paths on a CPU."""
+
+
+KERNEL_DEVICES: Final = ("cuda",)
+"""Device types on which Triton kernels run. Tests add the CPU, where Triton interprets them."""
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Tell whether our Triton kernels run on a device: one of the right type, with Triton installed."""
+    return device.type in KERNEL_DEVICES and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def is_cpu(device: torch.device) -> bool:

@@ -6,9 +6,6 @@ tail; one of 24 bits would leave most of a large vocabulary out of reach. A kern
 over the logits needs to read one more chunk, not the row.
 """
 
-from collections.abc import Callable
-from functools import cache
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +16,6 @@ from torch import Tensor
 
 from draftproof.core.device import is_cpu
 from draftproof.core.rng import Philox, Purpose
-from draftproof.core.types import PAD
 
 CHUNK = 512
 """Tokens in a chunk. Part of the contract: another size would give other tokens for the same random numbers."""
@@ -30,9 +26,6 @@ ROW_BY_ROW = 64
 TRIALS: Final = 16
 """Trials before the residual is summed in full, on every device. Part of the contract, like the lane after them:
 another number gives other tokens for the same seed. More trials cost a GPU more than a sum that many programs share."""
-
-TRIAL_BOUNDS: Final = (0, 4, TRIALS)
-"""Trials are made in batches, from one of these bounds to the next. The result does not depend on them."""
 
 Row = npt.NDArray[Any]
 
@@ -51,51 +44,6 @@ def close(weights: Float[Tensor, "N V"], rng: Philox, lane: int = 0) -> Int[Tens
     """Draw the round's last token, residual or bonus, in proportion to `weights`."""
     first, second = rng.pair(Purpose.CLOSE, torch.full((1,), lane, device=weights.device))
     return draw(weights, first[:, 0], second[:, 0])
-
-
-def thin(
-    p: Float[Tensor, "N V"],
-    gain: Float[Tensor, " N"],
-    q_of: Callable[[Int[Tensor, " M"], Int[Tensor, "M L"]], Float[Tensor, "M L"]],
-    rng: Philox,
-) -> Int[Tensor, " N"]:
-    """Draw from norm(max(0, p − q)) by rejection sampling, which reads q at a few tokens; PAD if all trials failed.
-
-    Draw x from p and accept it with probability max(0, 1 − q(x)/p(x)): the first accepted x has the residual's
-    distribution. A trial succeeds with probability TV(p, q), so all fail only if p and q nearly agree. The distribution
-    is p · gain (`Distribution.weights_at`); `q_of(rows, tokens)` returns q of several tokens in some of the rows.
-    """
-    found = torch.full((len(p),), PAD, dtype=torch.long, device=p.device)
-    rows = torch.arange(len(p), device=p.device)
-    sums = chunk_sums(p)
-    for start, stop in pairwise(TRIAL_BOUNDS):
-        first, second, coin = _trial_numbers(rng, start, stop)
-        chunk = invert(sums, first)
-        inside = chunk_weights(p, chunk)
-        offset = invert(inside, second[..., None])
-        x, p_x = chunk * CHUNK + offset[..., 0], inside.gather(-1, offset)[..., 0] * gain[:, None]
-        accepted = coin * p_x < p_x - q_of(rows, x)
-        done = accepted.any(-1)
-        found[rows] = torch.where(done, x.gather(-1, accepted.int().argmax(-1, keepdim=True))[:, 0], PAD)
-        if bool(done.all()):
-            break
-        left = (~done).nonzero()[:, 0]
-        p, gain, sums, rng, rows = p[left], gain[left], sums[left], rng.take(left), rows[left]
-    return found
-
-
-def _trial_numbers(rng: Philox, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two numbers for the draw of each of these trials and its coin, generated in one call."""
-    n = stop - start
-    both = rng.pairs(*_trial_addresses(start, stop, rng.seeds.device))
-    return both[0, :, :n], both[1, :, :n], both[0, :, n:]
-
-
-@cache
-def _trial_addresses(start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return purposes and lanes: those of the draws first, then those of the coins."""
-    lanes = torch.arange(start, stop, device=device)
-    return torch.tensor([Purpose.CLOSE, Purpose.THIN], device=device).repeat_interleave(len(lanes)), lanes.repeat(2)
 
 
 def race_weights(weights: Float[Tensor, "B V"], rng: Philox) -> Int[Tensor, " B"]:

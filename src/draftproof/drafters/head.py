@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof import kernels
-from draftproof.core.device import is_cpu, to_device
+from draftproof.core.device import is_cpu, runs_kernels, to_device
 from draftproof.core.distribution import Distribution, propose
 from draftproof.core.rng import Philox, Purpose
 from draftproof.core.sampling import SamplingParams, warp_without_sync
@@ -25,8 +25,7 @@ from draftproof.drafters.interface import Context, TargetFeatures
 from draftproof.drafters.sample import Draws, penalty_history, with_drafted
 from draftproof.drafters.switch import merged
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
-from draftproof.models.head.attach import FittedHead
-from draftproof.models.head.network import rounded
+from draftproof.models.head.network import FittedHead, rounded
 
 MAX_BATCHED: Final = 16
 """Positions up to which rows are read in one batch; a longer row is read alone, because the others would be padding."""
@@ -124,7 +123,8 @@ def _draw(
     """
     rng, vocab = draws.rng, draws.vocab
     assert vocab is not None
-    if not greedy and (draws.on_cpu_path(logits) or (kernels.draws_from(logits) and not rng.shared)):
+    on_kernels = runs_kernels(logits.device) and kernels.draws_from(logits) and not rng.shared
+    if not greedy and (draws.on_cpu_path(logits) or on_kernels):
         return draws(logits, histories, j)
     dist = draws.distribution(logits, histories)
     if greedy:

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof import kernels
-from draftproof.core.device import is_cpu, to_device
+from draftproof.core.device import is_cpu, runs_kernels, to_device
 from draftproof.core.distribution import LOG2_E, Distribution, DraftVocab, propose
 from draftproof.core.draw import ROW_BY_ROW, chunk_sums, pick
 from draftproof.core.penalties import edited_without_sync
@@ -49,7 +49,7 @@ class Draws:
             if self._cpu is None:
                 self._cpu = _CpuDraws.of(self.samplings[0], self.rng)
             return self._cpu.draw(logits, j, self.vocab)
-        if self.greedy or not kernels.draws_from(logits):
+        if self.greedy or not (runs_kernels(logits.device) and kernels.draws_from(logits)):
             dist = self.distribution(logits, histories)
             # A greedy row's token is its point mass, so no probabilities need to be written.
             return dist, dist.point if self.greedy else propose(dist, self.rng, j)

@@ -15,9 +15,9 @@ from draftproof.engine.batch import Batch, Encoder
 from draftproof.engine.draft_length import AutoLength, DraftLengthPolicy, FixedLength
 from draftproof.engine.request import Allowed, Chunk, Output, Request, Session, TextSession
 from draftproof.engine.round import Emitted, NoDrafter, Parts, TargetDistributions
-from draftproof.engine.stop import cut
+from draftproof.engine.stop import TextStream, cut
 from draftproof.models.interface import Model
-from draftproof.models.tokenizer import Detokenizer, OnePrompt, Prompt, TextStream, Tokenizer, each, encode
+from draftproof.models.tokenizer import Detokenizer, OnePrompt, Prompt, Tokenizer, each, encode
 from draftproof.rules import RULES, Verifier, resolve
 
 FIELDS: Final = tuple(f.name for f in fields(SamplingParams))
@@ -285,7 +285,9 @@ class Engine:
     def _extend(self, text: TextSession, emitted: Emitted) -> None:
         """Append what a round emitted, up to the end of the text."""
         session = text.session
-        kept, piece, session.finish_reason = cut(session, emitted.tokens, self.eos, text.stream, self._max_length)
+        limit = self._max_length
+        room = session.room if limit is None else min(session.room, limit - len(session.tokens))
+        kept, piece, session.finish_reason = cut(emitted.tokens, room, self.eos, text.stream)
         session.tokens += kept
         session.stats.emitted += len(kept)
         session.logprobs += emitted.logprobs[: len(kept)]

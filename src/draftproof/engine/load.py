@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from draftproof.core.types import InexactError
 from draftproof.drafters.interface import Drafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.registry import AUTO, NAMES, default_branches, is_name, resolve
 from draftproof.engine.engine import Engine, Limits
 from draftproof.models import bundled
+from draftproof.models.compatibility import check_vocabularies
 from draftproof.models.interface import Model
 from draftproof.models.loading import LoadOptions, as_model, eos_tokens, load_model
 from draftproof.models.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ def as_drafter(
     except ValueError as error:
         raise ValueError(f"{error}{_drafter_hint(spec)}") from error
     model = as_model(its_hf, "drafter", options.graphs)
-    _check_vocabularies(target, model, tokenizer, its_tokenizer)
+    check_vocabularies(target, model, tokenizer, its_tokenizer)
     return ModelDrafter(model, vocab_size=target.vocab_size, branches=branches)
 
 
@@ -95,23 +95,3 @@ def _drafter_hint(spec: Any) -> str:
     meant = f"; did you mean drafter={near[0]!r}?" if near else ""
     plain = " (plain decoding is drafter=None)" if str(spec).lower() in ("none", "plain", "off") else ""
     return f". Drafters by name: {', '.join(NAMES)}{plain}{meant}"
-
-
-def _check_vocabularies(target: Model, drafter: Model, tokenizer: Any, its_tokenizer: Any) -> None:
-    """Refuse a drafter whose ids mean other tokens than the target's. Different padding is fine."""
-    if its_tokenizer is None or tokenizer is None:
-        near = abs(target.vocab_size - drafter.vocab_size) <= 1024  # padded to another multiple
-        if not near:
-            raise InexactError(
-                f"the drafter scores {drafter.vocab_size} tokens and the target {target.vocab_size}: their "
-                "vocabularies differ, and there is no mapping. Use a drafter of the same family"
-            )
-        return
-    one, other = tokenizer.get_vocab(), its_tokenizer.get_vocab()
-    wrong = next((t for t, i in other.items() if one.get(t, i) != i), None)
-    shared = sum(one.get(t) == i for t, i in other.items())
-    if wrong is not None or shared < 0.9 * min(len(one), len(other)):
-        raise InexactError(
-            f"drafter and target have different vocabularies ({shared} of {len(one)} tokens agree, {wrong!r} does "
-            "not): use a drafter of the same family"
-        )

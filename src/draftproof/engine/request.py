@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final
 
 from jaxtyping import Bool
 from torch import Tensor
@@ -11,9 +11,8 @@ from torch import Tensor
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import History, Round
 from draftproof.drafters.interface import TargetOutputs
-from draftproof.models.tokenizer import TextStream
+from draftproof.engine.stop import FinishReason, TextStream
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
 STAGES: Final = ("prefill", "draft", "score", "warp", "verify", "commit")
 """Keys of `Stats.seconds`, in the order of a round."""
 

@@ -4,19 +4,17 @@ With the same random numbers the verdict is that of `draftproof.verify`. Triton 
 it, so that this package can be imported on any machine.
 """
 
-from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftproof.kernels.call import DTYPES, MOST_DRAFTED, MOST_REQUESTS, MOST_TOKENS, RULES, Call, pack
+from draftproof.kernels.call import Call, draws_from, pack, serves
 from draftproof.kernels.parameters import Parameters
 from draftproof.kernels.penalties import Edits
 from draftproof.kernels.workspace import Workspace
 
-__all__ = ["Edits", "Parameters", "Rows", "Workspace", "draws_from", "pack", "runs_on", "serves", "verify_rows"]
+__all__ = ["Edits", "Parameters", "Rows", "Workspace", "draws_from", "pack", "serves", "verify_rows"]
 
 
 class Rows(NamedTuple):
@@ -32,34 +30,6 @@ class Rows(NamedTuple):
     tokens: Tensor
     accepted: Tensor
     faults: Tensor
-
-
-def runs_on(device: torch.device) -> bool:
-    """Return whether kernels run on a device: a CUDA device, with Triton installed."""
-    return device.type == "cuda" and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def serves(target_logits: Tensor, draft_tokens: Tensor, rule: object, draft_logits: Tensor | None = None) -> bool:
-    """Return whether the kernels can take this call: a device they run on, and within their limits."""
-    K, V = draft_tokens.shape[-1], target_logits.shape[-1]
-    within = rule in RULES and K <= MOST_DRAFTED and 0 < V <= MOST_TOKENS and len(draft_tokens) <= MOST_REQUESTS
-    readable = all(
-        logits.dtype in DTYPES and (logits.stride(-1) == 1 or logits.shape[-1] == 1)
-        for logits in (target_logits, draft_logits)
-        if logits is not None
-    )
-    return within and readable and runs_on(target_logits.device)
-
-
-def draws_from(logits: Tensor) -> bool:
-    """Return whether the kernels can draw from rows [B, R] like these: device and limits."""
-    within = len(logits) <= MOST_REQUESTS and 0 < logits.shape[-1] <= MOST_TOKENS and logits.dtype in DTYPES
-    return within and (logits.stride(-1) == 1 or logits.shape[-1] == 1) and runs_on(logits.device)
 
 
 def verify_rows(

@@ -6,6 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from draftproof.core.device import runs_kernels
 from draftproof.core.types import InexactError
 from draftproof.kernels.parameters import Parameters
 from draftproof.kernels.penalties import Edits
@@ -20,6 +21,24 @@ MOST_DRAFTED: Final = 32
 
 MOST_REQUESTS: Final = 65535
 """Requests in a call: the limit of a CUDA grid's second and third axis."""
+
+
+def serves(target_logits: Tensor, draft_tokens: Tensor, rule: object, draft_logits: Tensor | None = None) -> bool:
+    """Return whether the kernels can take this call: a device they run on, and within their limits."""
+    K, V = draft_tokens.shape[-1], target_logits.shape[-1]
+    within = rule in RULES and K <= MOST_DRAFTED and 0 < V <= MOST_TOKENS and len(draft_tokens) <= MOST_REQUESTS
+    readable = all(
+        logits.dtype in DTYPES and (logits.stride(-1) == 1 or logits.shape[-1] == 1)
+        for logits in (target_logits, draft_logits)
+        if logits is not None
+    )
+    return within and readable and runs_kernels(target_logits.device)
+
+
+def draws_from(logits: Tensor) -> bool:
+    """Return whether the kernels can draw from rows [B, R] like these: device and limits."""
+    within = len(logits) <= MOST_REQUESTS and 0 < logits.shape[-1] <= MOST_TOKENS and logits.dtype in DTYPES
+    return within and (logits.stride(-1) == 1 or logits.shape[-1] == 1) and runs_kernels(logits.device)
 
 
 @dataclass(frozen=True, slots=True)

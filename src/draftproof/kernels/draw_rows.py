@@ -13,9 +13,9 @@ from draftproof.kernels.compile import Step, overlaps, run_all
 from draftproof.kernels.device.distribution import dist_at, dists_of, target_probs
 from draftproof.kernels.device.draw import chunk_masses, invert, slice_of, token_of, tokens_of
 from draftproof.kernels.device.layout import BAD_TARGET, SLICE
+from draftproof.kernels.device.load_stats import load_target_stats, pick, saved_target_stats
 from draftproof.kernels.device.philox import DRAFT, pair
 from draftproof.kernels.device.rows import request
-from draftproof.kernels.device.stats import load_target_stats, pick, saved_target_stats
 from draftproof.kernels.device.verdict import drafted_tokens, write_verdict
 from draftproof.kernels.launch import plan
 from draftproof.kernels.parameters import Parameters

@@ -10,7 +10,7 @@ from draftproof.kernels.compile import SHORT_DRAFT, Bundle, Step, constant, make
 from draftproof.kernels.device.block import PIECE, block_close, block_sums, block_walk
 from draftproof.kernels.device.coupled import coupled
 from draftproof.kernels.device.nucleus_search import sift
-from draftproof.kernels.device.scan import scan
+from draftproof.kernels.device.scan_logits import scan
 from draftproof.kernels.device.token import RESIDUAL_PIECE, token, token_residual
 from draftproof.kernels.device.topk_topp import settle, settle_deep
 from draftproof.kernels.workspace import PARTS, PER_TILE, ROUNDS, ROW_STATS, Workspace, chunks, tiles

@@ -4,15 +4,16 @@
 cover, a quantised model, code from elsewhere) is run on a few tokens by probe.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from draftproof.core.types import InexactError
+from draftproof.models.interface import Model
 
 TESTED_FAMILIES = frozenset(
     [
@@ -131,26 +132,6 @@ def _is_unusual_linear(module: nn.Module) -> bool:
     return not usual
 
 
-def check_pass(tokens: Tensor, parents: Tensor | None, scored: int | None, rows: int) -> None:
-    """Raise if the arguments of a pass do not fit each other, or a cache of this many rows."""
-    B, T = tokens.shape
-    if rows != B or T == 0:
-        raise ValueError(f"tokens {(B, T)} must have {rows} rows, as the cache has, and at least one column")
-    if parents is not None and parents.shape != (B, T - 1):
-        raise ValueError(
-            f"parents {tuple(parents.shape)} must name a parent for each token after the root: {(B, T - 1)}"
-        )
-    if scored is not None and not 1 <= scored <= T:
-        raise ValueError(f"scored={scored}, but the pass has {T} tokens: give 1 to {T}, or None for all")
-
-
-def check_layers(layers: Sequence[int], total: int) -> None:
-    """Raise if hidden states are requested after a layer that the model does not have."""
-    for layer in layers:
-        if not 1 <= layer <= total:
-            raise ValueError(f"layers={tuple(layers)}: the model has layers 1 to {total}, there is no {layer}")
-
-
 def decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the configuration of the text decoder, also of a model that has other parts."""
     return model.config.get_text_config(decoder=True)
@@ -199,3 +180,23 @@ def _rope_parameters(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
     parameters = getattr(config, "rope_parameters", None) or {}
     yield parameters
     yield from (nested for nested in parameters.values() if isinstance(nested, Mapping))
+
+
+def check_vocabularies(target: Model, drafter: Model, tokenizer: Any, its_tokenizer: Any) -> None:
+    """Refuse a drafter whose ids mean other tokens than the target's. Different padding is fine."""
+    if its_tokenizer is None or tokenizer is None:
+        near = abs(target.vocab_size - drafter.vocab_size) <= 1024  # padded to another multiple
+        if not near:
+            raise InexactError(
+                f"the drafter scores {drafter.vocab_size} tokens and the target {target.vocab_size}: their "
+                "vocabularies differ, and there is no mapping. Use a drafter of the same family"
+            )
+        return
+    one, other = tokenizer.get_vocab(), its_tokenizer.get_vocab()
+    wrong = next((t for t, i in other.items() if one.get(t, i) != i), None)
+    shared = sum(one.get(t) == i for t, i in other.items())
+    if wrong is not None or shared < 0.9 * min(len(one), len(other)):
+        raise InexactError(
+            f"drafter and target have different vocabularies ({shared} of {len(one)} tokens agree, {wrong!r} does "
+            "not): use a drafter of the same family"
+        )

@@ -20,8 +20,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from draftproof.core.types import InexactError
 from draftproof.models.cache import SlotCache
 from draftproof.models.compatibility import (
-    check_layers,
-    check_pass,
     decoder_config,
     has_foreign_code,
     head_size,
@@ -29,6 +27,7 @@ from draftproof.models.compatibility import (
     max_positions,
     refuse_unsupported,
 )
+from draftproof.models.hf import check_layers, check_pass
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import additive_mask, chain_view
 from draftproof.models.probe import probe_causality

@@ -1,32 +1,32 @@
 """Serve any causal language model of transformers over a slot cache, in ragged batches and trees."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftproof.core.device import is_cpu
 from draftproof.models.attention import ATTENTION_NAME, steady_attention
 from draftproof.models.cache import SlotCache, outside_inference_mode
 from draftproof.models.compatibility import (
     attention_windows,
     cached_layers,
-    check_layers,
-    check_pass,
     decoder_config,
     head_size,
     max_positions,
     refuse_unsupported,
 )
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
-from draftproof.models.hidden_states import LayerStates
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import View, additive_mask, chain_view, take_over_alibi, tree_view
 from draftproof.models.probe import needs_probe, probe
-from draftproof.models.weight_sharing import copy_first_layers, copy_for_slot_cache
+from draftproof.models.weight_sharing import copy_first_layers, copy_for_slot_cache, decoder_stack
 
 Masks = Tensor | None | dict[str, Tensor | None]
 
@@ -110,7 +110,7 @@ class HFModel:
             cache.reserve(tokens.shape[1], self._max_length)
             body = partial(self._logits_and_states, cache=cache, scored=scored or 0, layers=tuple(layers))
             inputs = (tokens, cache.lengths) if parents is None else (tokens, cache.lengths, parents)
-            if scored is None and cache.bound > 0:
+            if scored is None and cache.bound > 0 and not is_cpu(tokens.device):
                 outputs = self.graph_cache.run(body, inputs, cache.reach, cache.recordings, tuple(layers))
             else:
                 outputs = body(*inputs)
@@ -182,3 +182,89 @@ class HFModel:
         if self._alibi is not None:
             return torch.where(visible, self._alibi(view.columns, dtype), torch.finfo(dtype).min)
         return additive_mask(visible, dtype) if self._config._attn_implementation == "eager" else visible
+
+
+def check_pass(tokens: Tensor, parents: Tensor | None, scored: int | None, rows: int) -> None:
+    """Raise if the arguments of a pass do not fit each other, or a cache of this many rows."""
+    B, T = tokens.shape
+    if rows != B or T == 0:
+        raise ValueError(f"tokens {(B, T)} must have {rows} rows, as the cache has, and at least one column")
+    if parents is not None and parents.shape != (B, T - 1):
+        raise ValueError(
+            f"parents {tuple(parents.shape)} must name a parent for each token after the root: {(B, T - 1)}"
+        )
+    if scored is not None and not 1 <= scored <= T:
+        raise ValueError(f"scored={scored}, but the pass has {T} tokens: give 1 to {T}, or None for all")
+
+
+def check_layers(layers: Sequence[int], total: int) -> None:
+    """Raise if hidden states are requested after a layer that the model does not have."""
+    for layer in layers:
+        if not 1 <= layer <= total:
+            raise ValueError(f"layers={tuple(layers)}: the model has layers 1 to {total}, there is no {layer}")
+
+
+_collected: ContextVar[dict[int, Tensor | None] | None] = ContextVar("collected hidden states", default=None)
+"""The layers whose states the running pass collects. A context variable, so that threads may share a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The places in a model where states are taken: after each decoder layer, and after the norm for the last.
+
+    A layer gets its hook when its states are first requested; other layers run as before.
+    """
+
+    places: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(cls, net: PreTrainedModel) -> "LayerStates | None":
+        """Find the places in our copy of a model; None if it has no single stack of decoder layers."""
+        stack = decoder_stack(net)
+        if stack is None:
+            return None
+        parent, name = stack
+        # The stack's parent returns the last layer's states after the norm.
+        places = (*list(getattr(parent, name))[:-1], parent)
+        for module in (parent, *getattr(parent, name)):  # a copy of a copy may have hooks of another count of layers
+            for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Hook)]:
+                del module._forward_hooks[key]
+        return cls(places)
+
+    def collect(self, layers: Sequence[int], run: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+        """Return the result of a pass, then the states after these layers (1 is the first)."""
+        for layer in layers:
+            self._install(layer)
+        states: dict[int, Tensor | None] = dict.fromkeys(layers)
+        token = _collected.set(states)
+        try:
+            result = run()
+        finally:
+            _collected.reset(token)
+        return (result, *(self._found(states, layer) for layer in layers))
+
+    def _install(self, layer: int) -> None:
+        place = self.places[layer - 1]
+        if not any(isinstance(hook, _Hook) for hook in list(place._forward_hooks.values())):
+            place.register_forward_hook(_Hook(layer))
+
+    def _found(self, states: dict[int, Tensor | None], layer: int) -> Tensor:
+        state = states[layer]
+        if state is None:
+            raise ValueError(
+                f"layer {layer} of this model ({type(self.places[layer - 1]).__name__}) was not called in the pass, so "
+                "its hidden states are not known: use a drafter other than a head"
+            )
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    """Forward hook that hands over the module's hidden states, the first of its outputs, if the pass collects them."""
+
+    layer: int
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        states = _collected.get()
+        if states is not None and self.layer in states:
+            states[self.layer] = output if isinstance(output, Tensor) else output[0]

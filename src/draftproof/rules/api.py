@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof import kernels
-from draftproof.core.device import is_cpu
+from draftproof.core.device import is_cpu, runs_kernels
 from draftproof.core.distribution import Distribution, DraftVocab
 from draftproof.core.rng import Philox
 from draftproof.core.sampling import SamplingParams, warp, warp_without_sync
@@ -225,7 +225,7 @@ def serves(scored: Scored, rule: str | Verifier) -> bool:
     q_logits = None if draft.q is None else draft.q.logits
     q_logits = q_logits if scored.raw_draft is None else scored.raw_draft.logits
     chain = draft.parents is None and scored.target is None
-    return chain and kernels.serves(scored.logits, draft.tokens, rule, q_logits)
+    return chain and runs_kernels(scored.logits.device) and kernels.serves(scored.logits, draft.tokens, rule, q_logits)
 
 
 # ---------------------------------------------------------------------------------------------------- the reference

@@ -3,13 +3,18 @@
 Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
 """
 
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Final
+
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof.core.distribution import Distribution, normalise
-from draftproof.core.draw import TRIALS, close, thin
-from draftproof.core.rng import Philox
+from draftproof.core.draw import CHUNK, TRIALS, chunk_sums, chunk_weights, close, invert
+from draftproof.core.rng import Philox, Purpose
 from draftproof.core.tree import real
 from draftproof.core.types import PAD, Draft, Verdict
 from draftproof.rules.chain import StopTable, draft_prob_of, excess, log_ratios, refuse_inexact, verdict
@@ -70,3 +75,52 @@ def _residual(
 def leading(kept: Bool[Tensor, "B K"]) -> Int[Tensor, " B"]:
     """Return the length of the run of True at the start of each row."""
     return kept.long().cumprod(-1).sum(-1)
+
+
+TRIAL_BOUNDS: Final = (0, 4, TRIALS)
+"""Trials are made in batches, from one of these bounds to the next. The result does not depend on them."""
+
+
+def thin(
+    p: Float[Tensor, "N V"],
+    gain: Float[Tensor, " N"],
+    q_of: Callable[[Int[Tensor, " M"], Int[Tensor, "M L"]], Float[Tensor, "M L"]],
+    rng: Philox,
+) -> Int[Tensor, " N"]:
+    """Draw from norm(max(0, p − q)) by rejection sampling, which reads q at a few tokens; PAD if all trials failed.
+
+    Draw x from p and accept it with probability max(0, 1 − q(x)/p(x)): the first accepted x has the residual's
+    distribution. A trial succeeds with probability TV(p, q), so all fail only if p and q nearly agree. The distribution
+    is p · gain (`Distribution.weights_at`); `q_of(rows, tokens)` returns q of several tokens in some of the rows.
+    """
+    found = torch.full((len(p),), PAD, dtype=torch.long, device=p.device)
+    rows = torch.arange(len(p), device=p.device)
+    sums = chunk_sums(p)
+    for start, stop in pairwise(TRIAL_BOUNDS):
+        first, second, coin = _trial_numbers(rng, start, stop)
+        chunk = invert(sums, first)
+        inside = chunk_weights(p, chunk)
+        offset = invert(inside, second[..., None])
+        x, p_x = chunk * CHUNK + offset[..., 0], inside.gather(-1, offset)[..., 0] * gain[:, None]
+        accepted = coin * p_x < p_x - q_of(rows, x)
+        done = accepted.any(-1)
+        found[rows] = torch.where(done, x.gather(-1, accepted.int().argmax(-1, keepdim=True))[:, 0], PAD)
+        if bool(done.all()):
+            break
+        left = (~done).nonzero()[:, 0]
+        p, gain, sums, rng, rows = p[left], gain[left], sums[left], rng.take(left), rows[left]
+    return found
+
+
+def _trial_numbers(rng: Philox, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return two numbers for the draw of each of these trials and its coin, generated in one call."""
+    n = stop - start
+    both = rng.pairs(*_trial_addresses(start, stop, rng.seeds.device))
+    return both[0, :, :n], both[1, :, :n], both[0, :, n:]
+
+
+@cache
+def _trial_addresses(start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return purposes and lanes: those of the draws first, then those of the coins."""
+    lanes = torch.arange(start, stop, device=device)
+    return torch.tensor([Purpose.CLOSE, Purpose.THIN], device=device).repeat_interleave(len(lanes)), lanes.repeat(2)

@@ -24,11 +24,7 @@ from draftproof.kernels.device.distribution import (
 )
 from draftproof.kernels.device.draw import chunk_masses, draw_in_chunk, invert_once
 from draftproof.kernels.device.layout import WEIGHT
-from draftproof.kernels.device.math import LOG2_E, force_eval, power, slope_of
-from draftproof.kernels.device.philox import ACCEPT, uniform
-from draftproof.kernels.device.residual import excess_sums_at, last_token_uniforms, load_dists, sum_saved_excess
-from draftproof.kernels.device.rows import divisor, request
-from draftproof.kernels.device.stats import (
+from draftproof.kernels.device.load_stats import (
     draft_stats,
     greedy_tokens,
     load_draft_stats,
@@ -36,6 +32,10 @@ from draftproof.kernels.device.stats import (
     row_stats_at,
     target_stats,
 )
+from draftproof.kernels.device.math import LOG2_E, force_eval, power, slope_of
+from draftproof.kernels.device.philox import ACCEPT, uniform
+from draftproof.kernels.device.residual import excess_sums_at, last_token_uniforms, load_dists, sum_saved_excess
+from draftproof.kernels.device.rows import divisor, request
 from draftproof.kernels.device.verdict import drafted_tokens, greedy_match, write_verdict
 
 NODES_AT_ONCE = tl.constexpr(4)  # nodes processed side by side

@@ -12,9 +12,9 @@ from triton.language.extra import cuda
 from draftproof.kernels.device.distribution import dist_at, dists_of, target_probs
 from draftproof.kernels.device.draw import chunk_masses
 from draftproof.kernels.device.layout import BAD_TARGET, CHUNK
+from draftproof.kernels.device.load_stats import greedy_tokens, load_target_stats, pick, saved_target_stats
 from draftproof.kernels.device.philox import POSITION, exponential
 from draftproof.kernels.device.rows import request
-from draftproof.kernels.device.stats import greedy_tokens, load_target_stats, pick, saved_target_stats
 from draftproof.kernels.device.verdict import drafted_tokens, greedy_match, write_verdict
 
 

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from draftproof.kernels.device.layout import BAD_DRAFT, BAD_TARGET, BAD_TOKEN, CENTRE, CUTOFF, GAIN, SLOPE
+from draftproof.kernels.device.load_stats import pick, row_stats_at
 from draftproof.kernels.device.math import power, slope_of
 from draftproof.kernels.device.rows import entry_of, take_draft, take_draft_before, take_target
-from draftproof.kernels.device.stats import pick, row_stats_at
 
 
 class DistParams(NamedTuple):

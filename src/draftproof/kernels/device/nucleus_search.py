@@ -13,18 +13,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.device.cutoff import (
-    LINES,
-    SliceView,
-    edited_slices,
-    filter_sums,
-    load_slices,
-    measure,
-    parts_at,
-    queued_row,
-    search_bottom,
-    work_at,
-)
 from draftproof.kernels.device.layout import (
     COUNTS,
     GUESS,
@@ -39,10 +27,22 @@ from draftproof.kernels.device.layout import (
     SMALLEST,
     TOTAL,
 )
+from draftproof.kernels.device.load_stats import row_stats_at
 from draftproof.kernels.device.math import grain_of
 from draftproof.kernels.device.rows import chunks_of, dist_row
 from draftproof.kernels.device.shortlist import find_cutoff, gather
-from draftproof.kernels.device.stats import row_stats_at
+from draftproof.kernels.device.slice_lists import (
+    LINES,
+    SliceView,
+    edited_slices,
+    filter_sums,
+    load_slices,
+    measure,
+    parts_at,
+    queued_row,
+    search_bottom,
+    work_at,
+)
 from draftproof.kernels.device.topk_topp import filters_of, settle_row_deep, write_row
 
 LAST_ROUND = tl.constexpr(3)

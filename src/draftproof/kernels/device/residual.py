@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from draftproof.core.draw import TRIALS as _TRIALS
-from draftproof.kernels.device.cutoff import NO_SLICE
 from draftproof.kernels.device.distribution import draft_prob_of, draft_stats_at, excess, load_dist_params, probs_of
 from draftproof.kernels.device.draw import (
     chunk_masses,
@@ -22,10 +21,11 @@ from draftproof.kernels.device.draw import (
     tokens_of,
 )
 from draftproof.kernels.device.layout import PER_CHUNK, SLICE, WEIGHT
+from draftproof.kernels.device.load_stats import row_stats_at
 from draftproof.kernels.device.math import LOG2_E, fast_exp2, power
 from draftproof.kernels.device.philox import CLOSE, THIN, pair, uniform
 from draftproof.kernels.device.rows import dist_row, draft_row, take_draft_before, take_target, target_row, whole_slices
-from draftproof.kernels.device.stats import row_stats_at
+from draftproof.kernels.device.slice_lists import NO_SLICE
 
 
 @triton.jit

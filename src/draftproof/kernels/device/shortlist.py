@@ -5,9 +5,9 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from draftproof.kernels.device.cutoff import NO_SLICE, as_float, as_int, load_parts
 from draftproof.kernels.device.layout import SLICE
 from draftproof.kernels.device.math import LOG2_E, fast_exp2, key, value
+from draftproof.kernels.device.slice_lists import NO_SLICE, as_float, as_int, load_parts
 
 COUNT_PIVOTS = tl.constexpr(8)
 COUNT_STEPS = tl.constexpr(7)  # at most

@@ -17,6 +17,16 @@ from triton.language.extra import cuda
 from draftproof.kernels.device.distribution import dist_of_base, dist_of_peak, drafted_of
 from draftproof.kernels.device.draw import load_chunk_stats
 from draftproof.kernels.device.layout import BAD_DRAFT, BAD_TARGET, BAD_TOKEN, CENTRE, GAIN, SLOPE, WEIGHT
+from draftproof.kernels.device.load_stats import (
+    RowStats,
+    draft_stats,
+    greedy_tokens,
+    load_draft_stats,
+    load_target_stats,
+    row_stats_at,
+    target_argmax,
+    target_stats,
+)
 from draftproof.kernels.device.math import force_eval
 from draftproof.kernels.device.philox import ACCEPT, uniform
 from draftproof.kernels.device.residual import (
@@ -28,16 +38,6 @@ from draftproof.kernels.device.residual import (
     trials_of,
 )
 from draftproof.kernels.device.rows import divisor, needed, request
-from draftproof.kernels.device.stats import (
-    RowStats,
-    draft_stats,
-    greedy_tokens,
-    load_draft_stats,
-    load_target_stats,
-    row_stats_at,
-    target_argmax,
-    target_stats,
-)
 from draftproof.kernels.device.verdict import drafted_tokens, greedy_match, write_tokens, write_verdict
 
 RESIDUAL_PIECE = tl.constexpr(4)  # chunks that a program of `token_residual` reads at a time

@@ -12,20 +12,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from draftproof.kernels.device.cutoff import (
-    LINES,
-    SliceView,
-    clear_sums,
-    filter_sums,
-    list_slices,
-    measure,
-    parts_at,
-    queued_row,
-    sampled_cutoff,
-    search_bottom,
-    work_at,
-    write_sums,
-)
 from draftproof.kernels.device.layout import (
     BASE,
     COUNTS,
@@ -47,10 +33,7 @@ from draftproof.kernels.device.layout import (
     TOP_P,
     TOTAL,
 )
-from draftproof.kernels.device.math import force_eval, grain_of, key, value
-from draftproof.kernels.device.rows import dist_row, divisor, needed, request
-from draftproof.kernels.device.shortlist import find_cutoff, gather, load_gathered, load_gathered_slices
-from draftproof.kernels.device.stats import (
+from draftproof.kernels.device.load_stats import (
     SliceMasses,
     cutoff_bound,
     load_slice_stats,
@@ -60,6 +43,23 @@ from draftproof.kernels.device.stats import (
     save_stats,
     slice_masses,
     unfiltered_stats,
+)
+from draftproof.kernels.device.math import force_eval, grain_of, key, value
+from draftproof.kernels.device.rows import dist_row, divisor, needed, request
+from draftproof.kernels.device.shortlist import find_cutoff, gather, load_gathered, load_gathered_slices
+from draftproof.kernels.device.slice_lists import (
+    LINES,
+    SliceView,
+    clear_sums,
+    filter_sums,
+    list_slices,
+    measure,
+    parts_at,
+    queued_row,
+    sampled_cutoff,
+    search_bottom,
+    work_at,
+    write_sums,
 )
 
 FAST_SLICES = tl.constexpr(256)  # slices of a row that `settle` reads at most

@@ -1,7 +1,6 @@
 """Attach a head to its target: the target's embeddings before the head, and its output rows after it."""
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +14,7 @@ from draftproof.models.compatibility import head_size
 from draftproof.models.cpu_linear import bfloat16_packable, pack, pack_bfloat16, packable
 from draftproof.models.fingerprint import PerModel, fingerprint, weights_version
 from draftproof.models.head import file as headfile
-from draftproof.models.head.network import Head
+from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import embeddings, output_rows
 
 ON_CPU: Final = 12288
@@ -29,43 +28,19 @@ _FITTED: PerModel["FittedHead"] = PerModel()
 """The last head attached to each target that is alive: reading one and laying out its weights takes 70 ms."""
 
 
-@dataclass(frozen=True, slots=True)
-class FittedHead:
-    """A head with its target's embeddings and output rows, in float32 on the target's device, packed on a CPU."""
-
-    head: Head
-    table: Float[Tensor, "V H"]
-    rows: nn.Module
-    vocab: DraftVocab
-
-    @classmethod
-    def on(
-        cls, head: Head, ids: Int[Tensor, " all"], model: PreTrainedModel, *, size: int | None = None
-    ) -> "FittedHead":
-        """Attach a copy of `head` to the target `model`.
-
-        `ids` are the tokens that the head can draft, most frequent first. It uses the first `size` of them; the default
-        is ON_CPU on a CPU and all on a GPU.
-        """
-        device = torch.device(model.device)
-        size = size or (ON_CPU if device.type == "cpu" else len(ids))
-        ids = ids[:size].to(device=device, dtype=torch.long)
-        head = copy.deepcopy(head).to(device=device, dtype=torch.float32).eval().requires_grad_(False)
-        rows = nn.Sequential(_linear(output_rows(model, ids).to(device=device, dtype=torch.float32)))
-        for part in (head, rows):
-            if bfloat16_packable(part):
-                pack_bfloat16(part)
-            elif packable(part):
-                pack(part)
-        return cls(head, embeddings(model), rows, DraftVocab.of(ids, head_size(model)))
-
-    def embedded(self, tokens: Int[Tensor, "*N"]) -> Float[Tensor, "*N H"]:
-        return nn.functional.embedding(tokens, self.table).float()
-
-    def logits(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N R"]:
-        """Return the logits of the next token over the draft vocabulary, from the head's states."""
-        logits: Tensor = self.rows(self.head.out(h))
-        return logits
+def attach(head: Head, ids: Int[Tensor, " all"], model: PreTrainedModel, size: int | None = None) -> FittedHead:
+    """Attach a copy of a head to a target; see `FittedHead.on`."""
+    device = torch.device(model.device)
+    size = size or (ON_CPU if device.type == "cpu" else len(ids))
+    ids = ids[:size].to(device=device, dtype=torch.long)
+    head = copy.deepcopy(head).to(device=device, dtype=torch.float32).eval().requires_grad_(False)
+    rows = nn.Sequential(_linear(output_rows(model, ids).to(device=device, dtype=torch.float32)))
+    for part in (head, rows):
+        if bfloat16_packable(part):
+            pack_bfloat16(part)
+        elif packable(part):
+            pack(part)
+    return FittedHead(head, embeddings(model), rows, DraftVocab.of(ids, head_size(model)))
 
 
 def fitted(folder: str | Path, model: PreTrainedModel) -> FittedHead:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from draftproof.core.device import to_device
+from draftproof.core.distribution import DraftVocab
 from draftproof.models.cuda_graphs import CapturedGraphs
 
 HEAD_BUCKET = 256
@@ -223,3 +225,34 @@ def attend(
     folded = q.reshape(q.shape[0], keys.shape[1], group * q.shape[2], q.shape[3])
     mask = None if visible is None else visible[:, None].repeat(1, 1, group, 1)
     return nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(q.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedHead:
+    """A head with its target's embeddings and output rows, in float32 on the target's device, packed on a CPU."""
+
+    head: Head
+    table: Float[Tensor, "V H"]
+    rows: nn.Module
+    vocab: DraftVocab
+
+    @classmethod
+    def on(
+        cls, head: Head, ids: Int[Tensor, " all"], model: PreTrainedModel, *, size: int | None = None
+    ) -> "FittedHead":
+        """Attach a copy of `head` to the target `model`.
+
+        `ids` are the tokens that the head can draft, most frequent first. It uses the first `size` of them; the default
+        is `attach.ON_CPU` on a CPU and all on a GPU.
+        """
+        from draftproof.models.head.attach import attach  # which imports this file
+
+        return attach(head, ids, model, size)
+
+    def embedded(self, tokens: Int[Tensor, "*N"]) -> Float[Tensor, "*N H"]:
+        return nn.functional.embedding(tokens, self.table).float()
+
+    def logits(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N R"]:
+        """Return the logits of the next token over the draft vocabulary, from the head's states."""
+        logits: Tensor = self.rows(self.head.out(h))
+        return logits
