@@ -103,6 +103,42 @@ def test_a_quantised_encoder_decoder_is_probed_too():
         EncoderDecoder(quantized(model, OutlierLinear))
 
 
+class MovingWeight(nn.Parameter):
+    """A weight whose scale is taken over by the module in its first pass, as bitsandbytes' 8-bit weights do it."""
+
+    def __new__(cls, data):
+        weight = torch.Tensor._make_subclass(cls, data, False)
+        weight.scale = torch.full((len(data), 1), 2.0)
+        return weight
+
+
+class MovingLinear(QuantizedLinear):
+    def __init__(self, linear):
+        super().__init__(linear)
+        self.weight, self.state = MovingWeight(linear.weight.detach() / 2), SimpleNamespace(scale=None)
+
+    def forward(self, x):
+        if self.weight.scale is not None:
+            self.state.scale, self.weight.scale = self.weight.scale, None
+        scale = 1 if self.state.scale is None else self.state.scale
+        return nn.functional.linear(x, self.weight * scale, self.bias)
+
+
+def test_a_quantised_model_still_works_after_it_was_wrapped():
+    """State that moves from the weight into the module in the first pass must not be moved into our copy."""
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        right = family("llama")(tokens).logits
+        for role in ("target", "drafter"):
+            model = quantized(family("llama"), MovingLinear)
+            served = as_model(model, role)
+            assert torch.allclose(served(tokens, served.new_cache(1)).logits, right, atol=TOLERANCE)
+            assert torch.allclose(model(tokens).logits, right, atol=TOLERANCE)
+            state = [module.state.scale.data_ptr() for module in model.modules() if isinstance(module, MovingLinear)]
+            shared = [module.state.scale.data_ptr() for module in served._net.modules() if hasattr(module, "state")]
+            assert state == shared
+
+
 def marked(name, value):
     def mark(model):
         setattr(model, name, value)

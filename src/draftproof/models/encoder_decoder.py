@@ -31,7 +31,7 @@ from draftproof.models.hf import check_layers, check_pass
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import additive_mask, chain_view
 from draftproof.models.probe import probe_causality
-from draftproof.models.weight_sharing import structural_copy
+from draftproof.models.weight_sharing import run_once, structural_copy
 
 NO_TREES = "encoder-decoder models count positions by slot, so a tree cannot be scored: use a rule for chains"
 
@@ -49,11 +49,14 @@ class EncoderDecoder:
         if not model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} has no encoder: use HFModel (models/hf.py)")
         refuse_unsupported(model)
+        quantized = is_quantized(model)
+        if quantized:
+            run_once(model)
         self._net = structural_copy(model)
         self._config = decoder_config(self._net)
         self._adds_mask = self._config._attn_implementation == "eager"
         self._max_length = max_positions(self._config)
-        if not drafter and (has_foreign_code(model) or is_quantized(model)):
+        if not drafter and (quantized or has_foreign_code(model)):
             probe_causality(self, model, lambda rows: self.encode([[self.start]] * rows))
 
     @property

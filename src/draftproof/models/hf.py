@@ -19,6 +19,7 @@ from draftproof.models.compatibility import (
     cached_layers,
     decoder_config,
     head_size,
+    is_quantized,
     max_positions,
     refuse_unsupported,
 )
@@ -26,7 +27,7 @@ from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import View, additive_mask, chain_view, take_over_alibi, tree_view
 from draftproof.models.probe import needs_probe, probe
-from draftproof.models.weight_sharing import copy_first_layers, copy_for_slot_cache, decoder_stack
+from draftproof.models.weight_sharing import copy_first_layers, copy_for_slot_cache, decoder_stack, run_once
 
 Masks = Tensor | None | dict[str, Tensor | None]
 
@@ -55,6 +56,8 @@ class HFModel:
             raise ValueError(f"{type(model).__name__} has an encoder: use EncoderDecoder (models/encoder_decoder.py)")
         refuse_unsupported(model)
         self.graph_cache = GraphCache(None if graphs else SWITCHED_OFF)
+        if is_quantized(model):
+            run_once(model)
         self._net = copy_for_slot_cache(model)
         self._config = decoder_config(self._net)
         self._alibi = take_over_alibi(self._net)

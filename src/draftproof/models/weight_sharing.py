@@ -4,9 +4,11 @@ The user's model stays unaltered, and the copy costs no memory.
 """
 
 import copy
+from collections.abc import Iterator
 
-from torch import nn
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftproof.core.types import InexactError
 from draftproof.models.attention import ATTENTION_NAME, register
@@ -17,11 +19,37 @@ def structural_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Copy a model's modules and configuration; parameters and buffers are shared with the original.
 
     transformers leaves hooks and flags on the modules that it runs (hidden states, attention kernels, rotary
-    frequencies); they land on the copy. Move a model to its device before copying it.
+    frequencies); they land on the copy. Move a model to its device before copying it. A quantised model must have run
+    once (`run_once`).
     """
-    shared = [*model.parameters(), *model.buffers()]
+    shared = [*model.parameters(), *model.buffers(), *_attribute_tensors(model)]
     copied: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     return copied
+
+
+@torch.no_grad()
+def run_once(model: PreTrainedModel) -> None:
+    """Run a quantised model on one token, as its user's first pass would.
+
+    Layers of bitsandbytes move state from the weight into the module in their first pass. The copy shares the weight:
+    if it ran first, the state would be gone for the original, which would then compute nonsense.
+    """
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    inputs = {"decoder_input_ids": token} if model.config.is_encoder_decoder else {}
+    model(input_ids=token, use_cache=False, **inputs)
+
+
+def _attribute_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield tensors that are neither parameters nor buffers: attributes, or those of objects that hold quantised state.
+
+    For a quantised model they are most of its weights.
+    """
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor):
+                yield value
+            elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | PreTrainedConfig):
+                yield from (each for each in vars(value).values() if isinstance(each, Tensor))
 
 
 def copy_for_slot_cache(model: PreTrainedModel) -> PreTrainedModel:
