@@ -72,7 +72,7 @@ class Engine:
         self.eos, self.limits, self.hf = frozenset(eos), limits or Limits(), hf
         self.num_draft_tokens = num_draft_tokens
         self._parts = parts(model, drafter, rule)
-        self._idle, self._lock = [self._parts], RLock()
+        self._lock, self._is_lent, self._spare = RLock(), False, list[Drafter]()
         draft_length_policy(num_draft_tokens)  # refuse a wrong value here, not at the first prompt
 
     def __repr__(self) -> str:
@@ -195,12 +195,18 @@ class Engine:
     def _borrowed(self) -> Iterator[Parts]:
         """Lend the parts of a round for as long as some requests run: a drafter whose memory nobody else changes."""
         with self._lock:
-            borrowed = self._idle.pop() if self._idle else replace(self._parts, drafter=fork(self._parts.drafter))
+            forked = None
+            if self._is_lent:
+                forked = self._spare.pop() if self._spare else fork(self._parts.drafter)
+            self._is_lent = True
         try:
-            yield borrowed
+            yield self._parts if forked is None else replace(self._parts, drafter=forked)
         finally:
             with self._lock:
-                self._idle.append(borrowed)
+                if forked is None:
+                    self._is_lent = False
+                else:
+                    self._spare.append(forked)
 
     def decode(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, max_tokens: int, seeds: Sequence[int]
