@@ -9,7 +9,9 @@ import torch
 
 import draftproof as dp
 from draftproof.drafters.head import HeadDrafter
-from draftproof.engine.engine import Limits, _budgets, _check_beams
+from draftproof.engine.beam_search import check_beams
+from draftproof.engine.engine import Limits
+from draftproof.engine.request import budgets_of
 from draftproof.rules.lossy import lenient
 from engine.tiny import PROMPT, V, llama, neighbour
 from engine.tiny_heads import on_target
@@ -204,7 +206,7 @@ def test_the_default_sampling_is_the_models_own_or_a_temperature():
 @pytest.mark.parametrize("value", [None, -1, 1.5, True, "9", [1, None]])
 def test_a_wrong_budget_is_named(value):
     with pytest.raises(ValueError, match="max_tokens must be a whole number ≥ 0"):
-        _budgets(value, 1)
+        budgets_of(value, 1)
 
 
 def test_wrong_arguments_are_named():
@@ -232,7 +234,7 @@ def _limits(max_batch):
 @pytest.mark.parametrize("beams", [0, -1, 1.5])
 def test_a_number_of_beams_that_is_none_is_refused(beams):
     with pytest.raises(ValueError, match="num_beams must be a whole number ≥ 1"):
-        _check_beams(beams, {})
+        check_beams(beams, {})
 
 
 @pytest.mark.parametrize(

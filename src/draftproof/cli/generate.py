@@ -213,21 +213,17 @@ def stats_line(answer: Answer) -> str:
         parts.append(f"{stats.tokens_per_pass:.2f} tokens per pass")
     if answer.lossy:
         distance = answer.lossy["total_variation"]
-        parts.append(f"lossy rule: total variation {'unknown' if distance is None else f'up to {distance:.3g}'}")
+        parts.append(
+            f"lossy rule: total variation {'unknown' if distance is None else f'up to {distance:.3g} at a position'}"
+        )
     return " · ".join(parts)
 
 
 def lossy_fields(output: "Output | Chunk") -> dict[str, Any]:
-    """Return {} for an exact output, else fields that say so, with the total variation from exact text if known.
-
-    The total variation of a text is at most the sum over its positions, and never more than 1.
-    """
-    if getattr(output, "exact", True):
+    """Return {} for an exact output, else fields that say so, with the largest total variation at a draft position."""
+    if output.exact:
         return {}
-    deviation = getattr(output, "deviation", None)
-    distance = getattr(deviation, "total_variation", deviation)
-    total = getattr(distance, "sum", lambda: distance)()
-    return {"exact": False, "total_variation": None if total is None else min(1.0, float(total))}
+    return {"exact": False, "total_variation": output.deviation}
 
 
 def stream_answer(engine: "Engine", prompt: Any, arguments: dict[str, Any], into: Answer) -> Iterator[str]:

@@ -1,10 +1,15 @@
 """Run beam search by transformers. It does not sample, and drafting does not speed it up."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from draftproof.engine.request import Output, Stats
+from draftproof.engine.request import (
+    Output,
+    Stats,
+    is_whole,
+)
 
 
 def beam_search(
@@ -29,3 +34,12 @@ def beam_search(
     text = tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else ""
     stats = Stats(emitted=len(tokens), rounds=len(tokens))
     return Output(text, tokens, "length" if len(tokens) >= max_tokens else "stop", stats)
+
+
+def check_beams(num_beams: Any, ignored: Mapping[str, Any]) -> None:
+    """Refuse a number of beams that is not one, and options that beam search would ignore."""
+    if not is_whole(num_beams) or num_beams < 1:
+        raise ValueError(f"num_beams must be a whole number ≥ 1; got {num_beams!r}")
+    given = [name for name, value in ignored.items() if value is not None]
+    if given:
+        raise ValueError(f"num_beams={num_beams} is beam search, which does not use {', '.join(given)}: leave it out")

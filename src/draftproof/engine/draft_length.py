@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
-from draftproof.engine.request import Session
+from draftproof.engine.request import (
+    Session,
+)
 
 LONGEST_DRAFT: Final = 16
 """Tokens in the longest draft that `AutoLength` asks for."""
@@ -271,3 +273,12 @@ class RunningMean:
         value = min(max(value, self.value / OUTLIER_FACTOR), self.value * OUTLIER_FACTOR)
         self.value += (value - self.value) * max(MEAN_STEP, 1 / (self.count + 1))
         self.count += 1
+
+
+def draft_length_policy(num_draft_tokens: int | str) -> DraftLengthPolicy:
+    """Return the policy for a fixed draft length or for "auto"."""
+    if num_draft_tokens == "auto":
+        return AutoLength()
+    if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
+        raise ValueError(f'num_draft_tokens must be "auto" or a whole number ≥ 0; got {num_draft_tokens!r}')
+    return FixedLength(num_draft_tokens)

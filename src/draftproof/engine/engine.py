@@ -3,22 +3,32 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from numbers import Integral
 from threading import RLock
 from typing import Any, Final, overload
 
 import torch
 
 from draftproof.core.sampling import SamplingParams
-from draftproof.drafters.interface import Drafter, features_of, fork
+from draftproof.drafters.interface import Drafter, fork
 from draftproof.engine.batch import Batch, Encoder
-from draftproof.engine.draft_length import AutoLength, DraftLengthPolicy, FixedLength
-from draftproof.engine.request import Allowed, Chunk, Output, Request, Session, TextSession
-from draftproof.engine.round import Emitted, NoDrafter, Parts, TargetDistributions
+from draftproof.engine.beam_search import check_beams
+from draftproof.engine.draft_length import draft_length_policy
+from draftproof.engine.request import (
+    Allowed,
+    Chunk,
+    Output,
+    Request,
+    Session,
+    TextSession,
+    budgets_of,
+    is_whole,
+    refused_session,
+)
+from draftproof.engine.round import Emitted, Parts, parts
 from draftproof.engine.stop import TextStream, cut
 from draftproof.models.interface import Model
 from draftproof.models.tokenizer import Detokenizer, OnePrompt, Prompt, Tokenizer, each, encode
-from draftproof.rules import RULES, Verifier, resolve
+from draftproof.rules import Verifier
 
 FIELDS: Final = tuple(f.name for f in fields(SamplingParams))
 """Keywords of `generate` and `stream` that are fields of `SamplingParams`."""
@@ -34,7 +44,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in (("max_batch", self.max_batch), ("max_length", self.max_length)):
             unlimited = name == "max_length" and value is None
-            if not unlimited and not (_is_whole(value) and int(value or 0) >= 1):
+            if not unlimited and not (is_whole(value) and int(value or 0) >= 1):
                 raise ValueError(f"{name} must be a whole number ≥ 1; got {value!r}")
 
 
@@ -157,12 +167,12 @@ class Engine:
         """
         items, is_one = each(prompts)
         samplings = self._samplings(sampling, sampling_fields, len(items))
-        budgets = _budgets(max_tokens, len(items))
+        budgets = budgets_of(max_tokens, len(items))
         stops = self._stops(stop)
         if num_beams != 1:
             ignored = {"sampling": sampling, **sampling_fields, "stop": stop, "allowed": allowed}
             ignored |= {"logprobs": logprobs or None, "go_on": None if go_on is _always else go_on}
-            _check_beams(num_beams, ignored)
+            check_beams(num_beams, ignored)
             return self._beams(items, is_one, budgets, chat, num_beams, length_penalty)
         texts = []
         for index, (item, params, budget) in enumerate(zip(items, samplings, budgets, strict=True)):
@@ -171,7 +181,7 @@ class Engine:
             except (ValueError, TypeError) as error:
                 if is_one:
                     raise
-                texts.append(_refused(index, error, params))
+                texts.append(refused_session(index, error, params))
         with self._lock, self._borrowed() as borrowed:
             self._run(texts, borrowed, go_on)
         outputs = [text.output() for text in texts]
@@ -249,7 +259,7 @@ class Engine:
         if len(items) != 1:
             raise ValueError(f"stream takes one prompt; got {len(items)}: use generate for a list")
         [params] = self._samplings(sampling, sampling_fields, 1)
-        [budget] = _budgets(max_tokens, 1)
+        [budget] = budgets_of(max_tokens, 1)
         request = self._request(items[0], params, budget, self._stops(stop), allowed, False, chat)
         return self._stream(self._start(request))
 
@@ -393,53 +403,3 @@ class Engine:
         """Return the smaller of the model's and the caller's limit on tokens; None if there is neither."""
         limits = [n for n in (self.model.max_length, self.limits.max_length) if n is not None]
         return min(limits) if limits else None
-
-
-def parts(
-    model: Model, drafter: Drafter | None, rule: str | Verifier, targets: TargetDistributions | None = None
-) -> Parts:
-    """Collect the parts of a round. Without a drafter they do plain decoding, whatever the rule."""
-    coupled = resolve(rule) is RULES["coupled"]
-    if drafter is None:
-        return Parts(model, NoDrafter(), "coupled", features_of(NoDrafter()), shared=False, targets=targets)
-    return Parts(model, drafter, rule, features_of(drafter), shared=coupled, targets=targets)
-
-
-def draft_length_policy(num_draft_tokens: int | str) -> DraftLengthPolicy:
-    """Return the policy for a fixed draft length or for "auto"."""
-    if num_draft_tokens == "auto":
-        return AutoLength()
-    if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
-        raise ValueError(f'num_draft_tokens must be "auto" or a whole number ≥ 0; got {num_draft_tokens!r}')
-    return FixedLength(num_draft_tokens)
-
-
-def _budgets(max_tokens: Any, n: int) -> list[int]:
-    """Return one budget for each of n prompts, or refuse what is not a whole number ≥ 0."""
-    each = isinstance(max_tokens, Sequence) and not isinstance(max_tokens, str)
-    budgets = list(max_tokens) if each else [max_tokens] * n
-    if len(budgets) != n or not all(_is_whole(budget) and budget >= 0 for budget in budgets):
-        raise ValueError(
-            f"max_tokens must be a whole number ≥ 0, one for all or one for each of {n} prompts; got {max_tokens!r}"
-        )
-    return [int(budget) for budget in budgets]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _check_beams(num_beams: Any, ignored: Mapping[str, Any]) -> None:
-    """Refuse a number of beams that is not one, and options that beam search would ignore."""
-    if not _is_whole(num_beams) or num_beams < 1:
-        raise ValueError(f"num_beams must be a whole number ≥ 1; got {num_beams!r}")
-    given = [name for name, value in ignored.items() if value is not None]
-    if given:
-        raise ValueError(f"num_beams={num_beams} is beam search, which does not use {', '.join(given)}: leave it out")
-
-
-def _refused(index: int, error: Exception, sampling: SamplingParams) -> TextSession:
-    """Return the session of a prompt in a list that cannot be served: it ends at once with the reason."""
-    session = Session.start(Request((), sampling, 0))
-    session.finish_reason, session.error = "error", f"prompt {index}: {error}"
-    return TextSession(session, None)

@@ -3,7 +3,8 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from numbers import Integral
+from typing import Any, Final
 
 from jaxtyping import Bool
 from torch import Tensor
@@ -193,3 +194,25 @@ class TextSession:
             session.exact,
             session.deviation,
         )
+
+
+def budgets_of(max_tokens: Any, n: int) -> list[int]:
+    """Return one budget for each of n prompts, or refuse what is not a whole number ≥ 0."""
+    each = isinstance(max_tokens, Sequence) and not isinstance(max_tokens, str)
+    budgets = list(max_tokens) if each else [max_tokens] * n
+    if len(budgets) != n or not all(is_whole(budget) and budget >= 0 for budget in budgets):
+        raise ValueError(
+            f"max_tokens must be a whole number ≥ 0, one for all or one for each of {n} prompts; got {max_tokens!r}"
+        )
+    return [int(budget) for budget in budgets]
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def refused_session(index: int, error: Exception, sampling: SamplingParams) -> TextSession:
+    """Return the session of a prompt in a list that cannot be served: it ends at once with the reason."""
+    session = Session.start(Request((), sampling, 0))
+    session.finish_reason, session.error = "error", f"prompt {index}: {error}"
+    return TextSession(session, None)

@@ -17,11 +17,13 @@ from draftproof.core.distribution import Distribution
 from draftproof.core.rng import Philox
 from draftproof.core.tree import misplaced
 from draftproof.core.types import PAD, ROOT, Draft, Verdict
-from draftproof.drafters.interface import Context, Drafter, TargetFeatures, TargetOutputs
+from draftproof.drafters.interface import Context, Drafter, TargetFeatures, TargetOutputs, features_of
 from draftproof.engine.grammar import masks
-from draftproof.engine.request import Session
+from draftproof.engine.request import (
+    Session,
+)
 from draftproof.models.interface import Cache, Forward, Model
-from draftproof.rules import Verifier
+from draftproof.rules import RULES, Verifier, resolve
 from draftproof.rules.api import Decision, Scored, decide, positions_of
 from draftproof.rules.checks import BAD_TARGET, describe_draft_fault
 
@@ -296,3 +298,13 @@ class Clock:
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
+
+
+def parts(
+    model: Model, drafter: Drafter | None, rule: str | Verifier, targets: TargetDistributions | None = None
+) -> Parts:
+    """Collect the parts of a round. Without a drafter they do plain decoding, whatever the rule."""
+    coupled = resolve(rule) is RULES["coupled"]
+    if drafter is None:
+        return Parts(model, NoDrafter(), "coupled", features_of(NoDrafter()), shared=False, targets=targets)
+    return Parts(model, drafter, rule, features_of(drafter), shared=coupled, targets=targets)

@@ -28,10 +28,10 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import InexactError
 from draftproof.drafters.registry import default_branches, is_name
 from draftproof.engine.batch import Batch, Encoder
-from draftproof.engine.engine import draft_length_policy, parts
+from draftproof.engine.draft_length import draft_length_policy
 from draftproof.engine.load import as_drafter
 from draftproof.engine.request import Request, Session
-from draftproof.engine.round import Emitted
+from draftproof.engine.round import Emitted, parts
 from draftproof.integrations.transformers_rows import ProcessedDistributions, TokenMatrix, apply_criteria
 from draftproof.models.fingerprint import PerModel
 from draftproof.models.interface import Model

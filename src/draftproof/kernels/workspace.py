@@ -87,7 +87,7 @@ _DTYPES: Final = {
     "row_stats": torch.float64,
     "part_sums": torch.float64,
 }
-"""Of the tensors that are not float32."""
+"""The dtypes of the tensors that are not float32."""
 
 
 def _sizes(B: int, K: int, V: int, filtered: bool) -> dict[str, int]:

@@ -39,11 +39,12 @@ FINE_LIMIT: Final = 1e-3
 """Largest difference of logits, in standard deviations, that passes for rounding in float32."""
 
 COARSE_LIMIT: Final = 0.3
-"""The same in half precision or with quantisation. bfloat16 rounding moved the logits of SmolLM2-135M by up to 0.2, and
-a mask with one token too many by 3 or more."""
+"""Largest difference, in standard deviations, that passes in half precision or with quantisation. bfloat16 rounding
+moved the logits of SmolLM2-135M by up to 0.2, and a mask with one token too many by 3 or more."""
 
 QUANTIZED_CAUSAL_LIMIT: Final = 1e-2
-"""The same for a later token in a quantised model: texts of one shape round alike, so that most models differ by 0."""
+"""Largest effect of a later token, in standard deviations, that passes in a quantised model. Texts of one shape round
+alike, so that most models differ by 0."""
 
 
 def needs_probe(model: PreTrainedModel, *, drafter: bool = False) -> bool:
