@@ -74,7 +74,7 @@ DRAFTERS_IN_WORDS: Final = {
     "ngram": "The drafter looks up what followed the last few tokens earlier in the text. Where a text repeats "
     "nothing it rarely drafts, and the speed is that of plain decoding.",
 }
-"""What "auto" may choose as the demo's drafter, described for a newcomer."""
+"""Drafters that "auto" may choose as the demo's drafter, described for a newcomer."""
 
 NEXT_STEPS: Final = (
     'draftproof generate "Why is the sky blue?" --stats     or with your own models: --target … --draft-model …',

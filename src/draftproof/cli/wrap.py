@@ -27,7 +27,7 @@ class WordWrapper:
     def __init__(self, columns: Callable[[], int]) -> None:
         self._columns = columns  # a function, because the window may be resized
         self._column = 0
-        self._word = ""  # the part on the screen of the word that the cursor is behind
+        self._word = ""  # the part of the unfinished word that is already on the screen
 
     def feed(self, piece: str) -> str:
         """Return what to write for this piece of text."""

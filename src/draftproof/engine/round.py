@@ -33,7 +33,7 @@ TargetDistributions = Callable[[Sequence[Session], Forward, Draft], Distribution
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a round is made of.
+    """The parts of a round: model, drafter, rule and options.
 
     rule     by name where it is one of ours: kernels serve names, a function is called as it is
     shared   whether the drafter draws with the target's own random numbers, as `coupled` wants
@@ -50,7 +50,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """What a round gave one row. `fault` says why the row cannot go on after these tokens; None where it can."""
+    """The result of a round for one row. `fault` says why the row cannot go on after these tokens; None where it can."""
 
     tokens: list[int]
     drafted: int

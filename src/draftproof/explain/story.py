@@ -10,7 +10,7 @@ Name = Callable[[int], str]
 
 
 class Story(NamedTuple):
-    """What happened to a token, and why the distribution stays exact."""
+    """The account of what happened to a token, and of why the distribution stays exact."""
 
     happened: str
     why: str
