@@ -40,7 +40,7 @@ ASSISTED: Final = ("transformers-assisted", "transformers-universal")
 AUTO: Final[Mapping[str, str | None]] = MappingProxyType(
     {"transformers": None, "transformers-lookup": "prompt-lookup", "vllm": "ngram", "command": None}
 )
-"""The meaning of --drafter auto for other engines than draftproof; None if nothing is drafted or the drafter is unknown."""
+"""The meaning of --drafter auto for other engines; None if nothing is drafted or the drafter is unknown."""
 
 OPEN_SHARE: Final = Finite(min=0, max=1, min_open=True, max_open=True)
 

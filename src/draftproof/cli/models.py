@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 BUNDLED_MEMORY: Final = "about 1.6 GB of memory on a CPU, in float32"
-"""Memory that the bundled model takes while it generates: weights, their copy packed for the CPU, the head, and torch."""
+"""Memory of the bundled model while it generates: weights, their copy packed for the CPU, the head, and torch."""
 
 HELP = f"""List the models on this machine: the bundled one, and those in the Hugging Face cache.
 

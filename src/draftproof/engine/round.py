@@ -50,7 +50,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """The result of a round for one row. `fault` says why the row cannot go on after these tokens; None where it can."""
+    """The result of a round for one row. `fault` says why the row cannot go on; None where it can."""
 
     tokens: list[int]
     drafted: int

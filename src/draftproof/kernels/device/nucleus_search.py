@@ -54,7 +54,7 @@ UNIT = tl.constexpr(NEAR / (2**SPACING.value - 1))
 
 
 class SearchState(NamedTuple):
-    """Statistics that `settle` stored of a row: lower bound and estimate of the cutoff, total mass, and the mass to reach."""
+    """Statistics that `settle` stored of a row: bound and estimate of the cutoff, total mass, and the mass to reach."""
 
     low: Any
     guess: Any
