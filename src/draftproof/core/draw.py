@@ -1,6 +1,6 @@
-"""Draw tokens from weights: by inverse CDF, from a residual by thinning, and by the race of `coupled`.
+"""Draw tokens from weights: by inverse CDF, and by the race of `coupled`.
 
-The same random numbers give the same token on a CPU and on a GPU. All three work in two steps over fixed chunks of the
+The same random numbers give the same token on a CPU and on a GPU. Both work in two steps over fixed chunks of the
 vocabulary: the first picks a chunk by the chunks' sums, the second a token in it. Two numbers of 53 bits reach any
 tail; one of 24 bits would leave most of a large vocabulary out of reach. A kernel that has the chunk sums from its pass
 over the logits needs to read one more chunk, not the row.

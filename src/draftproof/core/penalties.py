@@ -28,7 +28,7 @@ def edited(
     draft: Draft | None,
     vocab: DraftVocab | None = None,
 ) -> Float[Tensor, "B J R"]:
-    """Return a copy of the logits with bias and penalties applied, or the logits themselves if no row has any.
+    """Return a copy of the logits with bias and penalties applied.
 
     At each position the draft tokens before it count as seen.
     """

@@ -26,8 +26,8 @@ class Purpose(IntEnum):
 
     DRAFT = 0  # draw the drafter's j-th token
     ACCEPT = 1  # accept or reject a draft token; lane: its index
-    CLOSE = 2  # draw the residual or bonus token; lane: the trial of `core.draw.thin`
-    THIN = 3  # accept or reject a trial of `core.draw.thin`; lane: the trial
+    CLOSE = 2  # draw the residual or bonus token; lane: the trial of `rules.token.thin`
+    THIN = 3  # accept or reject a trial of `rules.token.thin`; lane: the trial
     POSITION = 4  # race for the token at an absolute position; used by `coupled` and plain decoding only
 
 

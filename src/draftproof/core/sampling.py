@@ -72,7 +72,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_number("temperature", 0.0, math.inf, "0 is greedy")
-        if self.top_k is not None and (not _whole(self.top_k) or self.top_k < 1):
+        if self.top_k is not None and (not is_whole(self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k must be None (off) or a whole number ≥ 1; got {self.top_k!r}")
         self._check_number("top_p", 0.0, 1.0, "1 is off", above=True)
         self._check_number("min_p", 0.0, 1.0, "0 is off")
@@ -82,11 +82,11 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, such as {{42: -5.0}}; got {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
-            if not _whole(token) or token < 0 or not _real(bias) or math.isnan(bias) or bias == math.inf:
+            if not is_whole(token) or token < 0 or not _real(bias) or math.isnan(bias) or bias == math.inf:
                 raise ValueError(
                     f"logit_bias maps token ids ≥ 0 to numbers below infinity; got {{{token!r}: {bias!r}}}"
                 )
-        if self.seed is not None and (not _whole(self.seed) or not -(2**63) <= self.seed < 2**63):
+        if self.seed is not None and (not is_whole(self.seed) or not -(2**63) <= self.seed < 2**63):
             raise ValueError(f"seed must be None or a whole number of 64 bits; got {self.seed!r}")
         self._normalise()
 
@@ -119,7 +119,8 @@ class SamplingParams:
         return all(getattr(self, f.name) == getattr(_NEUTRAL, f.name) for f in fields(self) if f.name != "seed")
 
 
-def _whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Tell whether a value is an integer, of Python or numpy, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

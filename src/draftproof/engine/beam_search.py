@@ -5,11 +5,8 @@ from typing import Any
 
 import torch
 
-from draftproof.engine.request import (
-    Output,
-    Stats,
-    is_whole,
-)
+from draftproof.core.sampling import is_whole
+from draftproof.engine.request import Output, Stats
 
 
 def beam_search(

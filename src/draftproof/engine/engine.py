@@ -8,22 +8,12 @@ from typing import Any, Final, overload
 
 import torch
 
-from draftproof.core.sampling import SamplingParams
+from draftproof.core.sampling import SamplingParams, is_whole
 from draftproof.drafters.interface import Drafter, fork
 from draftproof.engine.batch import Batch, Encoder
 from draftproof.engine.beam_search import check_beams
 from draftproof.engine.draft_length import draft_length_policy
-from draftproof.engine.request import (
-    Allowed,
-    Chunk,
-    Output,
-    Request,
-    Session,
-    TextSession,
-    budgets_of,
-    is_whole,
-    refused_session,
-)
+from draftproof.engine.request import Allowed, Chunk, Output, Request, Session, TextSession, budgets_of, refused_session
 from draftproof.engine.round import Emitted, Parts, parts
 from draftproof.engine.stop import TextStream, cut
 from draftproof.models.interface import Model

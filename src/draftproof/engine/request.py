@@ -3,13 +3,12 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 from typing import Any, Final
 
 from jaxtyping import Bool
 from torch import Tensor
 
-from draftproof.core.sampling import SamplingParams
+from draftproof.core.sampling import SamplingParams, is_whole
 from draftproof.core.types import History, Round
 from draftproof.drafters.interface import TargetOutputs
 from draftproof.engine.stop import FinishReason, TextStream
@@ -205,10 +204,6 @@ def budgets_of(max_tokens: Any, n: int) -> list[int]:
             f"max_tokens must be a whole number ≥ 0, one for all or one for each of {n} prompts; got {max_tokens!r}"
         )
     return [int(budget) for budget in budgets]
-
-
-def is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def refused_session(index: int, error: Exception, sampling: SamplingParams) -> TextSession:

@@ -1,4 +1,7 @@
-"""Serve any causal language model of transformers over a slot cache, in ragged batches and trees."""
+"""Serve any causal language model of transformers over a slot cache, in ragged batches and trees.
+
+`LayerStates` takes the hidden states that a head reads out of a pass.
+"""
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
