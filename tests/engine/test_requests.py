@@ -129,9 +129,10 @@ def test_logprobs_are_those_of_plain_decoding(sampling, rule):
     outputs = engine.generate([list(PROMPT), [3, 4]], sampling, max_tokens=10, logprobs=True)
     for output, prompt in zip(outputs, (list(PROMPT), [3, 4]), strict=True):
         text = list(prompt)
-        for token, logprob in zip(output.tokens, output.logprobs, strict=True):
+        for token, logprobs in zip(output.tokens, output.logprobs, strict=True):
             dist = next_distributions(llama(), [text], sampling, len(prompt))[0]
-            assert logprob == pytest.approx(float(dist[token].log()), abs=1e-4)
+            assert logprobs.token == token
+            assert logprobs.drawn == pytest.approx(float(dist[token].log()), abs=1e-4)
             text.append(token)
 
 

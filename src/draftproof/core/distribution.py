@@ -104,6 +104,10 @@ class Distribution:
         """Return the first K positions out of [B, J], sharing the logits."""
         return self._part(self.logits[:, :K], (slice(None), slice(K)))
 
+    def rows(self, index: Int[Tensor, " N"], K: int) -> "Distribution":
+        """Return the first K positions of these rows out of [B, J]; their logits are copied."""
+        return self._part(self.logits[index, :K], (index[:, None], torch.arange(K, device=index.device)))
+
     @property
     def first(self) -> "Distribution":
         """The first position out of [B, J], sharing the logits: distributions of shape [B]."""

@@ -25,10 +25,19 @@ from draftproof.drafters.interface import Context, TargetFeatures
 from draftproof.drafters.sample import Draws, penalty_history, with_drafted
 from draftproof.drafters.switch import merged
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
+from draftproof.models.extents import pages_for
 from draftproof.models.head.network import FittedHead, rounded
+from draftproof.models.head.rows import HeadRows
+from draftproof.models.pool import PoolFull, SavedRow
 
 MAX_BATCHED: Final = 16
 """Positions up to which rows are read in one batch; a longer row is read alone, because the others would be padding."""
+
+ROOM: Final = 256
+"""Entries that a new row has room for after its text."""
+
+LEAST_TOKENS: Final = 2**16
+"""Tokens in the pool of a head: beside a target on a GPU, or without an engine."""
 
 POSITIONS_PER_PASS: Final = 512
 """Positions of one row read in a pass; the attention mask of a whole prompt could be larger than the head."""
@@ -52,19 +61,33 @@ class HeadDrafter:
             raise ValueError(f"branches={branches}, but the head knows only {len(head.vocab.ids)} tokens")
         self.features = TargetFeatures(layers=head.head.shape.taps)
         self._head, self._confidence, self._branches = head, confidence, branches
-        self._uses_graphs = graphs
         self._memory = HeadReader(head, graphs=graphs)
 
-    def fork(self) -> "HeadDrafter":
-        """Return a drafter on the same head with a memory of its own."""
-        return HeadDrafter(self._head, confidence=self._confidence, branches=self._branches, graphs=self._uses_graphs)
+    def kv_bytes(self) -> int:
+        """Return the bytes that a token takes in the head's pool."""
+        return self._head.head.kv_shape.bytes
+
+    def open_pool(self, pages: int) -> None:
+        self._memory.open(pages)
+
+    def follow(self, context: Context, length: int) -> None:
+        self._memory.follow(context)
+
+    def adopt(self, context: Context, holder: int, length: int) -> bool:
+        return self._memory.adopt(context, holder, length)
+
+    def suspend(self, request: int) -> None:
+        self._memory.suspend(request)
+
+    def forget(self, requests: Sequence[int]) -> None:
+        self._memory.drop(requests)
 
     def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Propose up to k[b] tokens for each row, or k[b] slots of a tree; see `Drafter`.
 
         A row whose hidden states are not all known gets none.
         """
-        ready = self._memory.receive(contexts)
+        ready = self._memory.receive(contexts, MAX_BATCHED + self._branches * max(k, default=0))
         slots = [most if can else 0 for most, can in zip(k, ready, strict=True)]
         if self._branches == 1:
             return self._drawn(contexts, slots, rng)
@@ -79,7 +102,7 @@ class HeadDrafter:
         """Draw one token after another; in a tree each gets chosen siblings."""
         if not any(slots):
             return chosen([Guess([], [])] * len(contexts), rng.seeds.device, tree=self._branches > 1)
-        h = self._memory.catch_up(contexts, [most > 0 for most in slots], max(slots))
+        h = self._memory.catch_up(contexts, [most > 0 for most in slots])
         samplings = [context.sampling for context in contexts]
         greedy = all(sampling.temperature == 0 for sampling in samplings)
         if greedy and self._confidence:
@@ -88,7 +111,8 @@ class HeadDrafter:
         spine, draws = Spine(self._branches, to_device(slots, h.device)), Draws(samplings, rng, self._head.vocab)
         for start in range(0, max(slots), self._branches):
             if start:
-                h = self._memory.step(spine.tokens[-1], h, len(spine.tokens))
+                wanted = [start < most for most in slots]
+                h = self._memory.step(spine.tokens[-1], h, len(spine.tokens), wanted)
             drafted = with_drafted(histories, samplings, spine.tokens)
             spine.add(*_draw(draws, self._head.logits(h), drafted, start, greedy))
             if self._confidence and spine.end_after_weak(self._confidence):
@@ -101,7 +125,7 @@ class HeadDrafter:
         """Choose a tree of the most likely paths for each row."""
         if not any(slots):
             return chosen([Guess([], [])] * len(contexts), self._head.table.device, tree=True)
-        h = self._memory.catch_up(contexts, [most > 0 for most in slots], self._branches * max(slots))
+        h = self._memory.catch_up(contexts, [most > 0 for most in slots])
         samplings = [_ranking(context.sampling) for context in contexts]
         histories = [penalty_history(context, h.device) for context in contexts]
 
@@ -145,53 +169,89 @@ def _ranking(sampling: SamplingParams) -> SamplingParams:
 
 
 class HeadReader:
-    """The head's cache: one row per context, in the contexts' order."""
+    """The head's rows, one for each request.
+
+    Until a pool is opened by an engine, rows of requests that are not among the contexts are dropped.
+    """
 
     def __init__(self, head: FittedHead, *, graphs: bool = True) -> None:
         self._head = head
         self._graphs = GraphCache(None if graphs else SWITCHED_OFF)
-        self._ids: list[int] = []
-        self._rows: list[HeadRow] = []
-        self._cache = head.head.new_cache(0)
-        self._base = torch.empty(0)
+        self._pool: HeadRows | None = None
+        self._is_managed = False
+        self._rows: dict[int, HeadRow] = {}
+        self._saved: dict[int, SavedRow] = {}
+        self._names: list[int] = []
+        """The requests of this round, in the contexts' order."""
+        self._starts = self._base = torch.empty(0)
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._rows)
 
-    def receive(self, contexts: Sequence[Context]) -> list[bool]:
+    def open(self, pages: int) -> None:
+        """Allocate a pool; from then on rows stay until they are dropped."""
+        self._pool, self._is_managed = HeadRows(self._head, max(pages, pages_for(LEAST_TOKENS))), True
+        self._rows.clear()
+        self._saved.clear()
+
+    @property
+    def pool(self) -> HeadRows:
+        if self._pool is None:
+            self._pool = HeadRows(self._head, pages_for(LEAST_TOKENS))
+        return self._pool
+
+    def receive(self, contexts: Sequence[Context], room: int) -> list[bool]:
         """Store the target's new hidden states without reading them; return which contexts can be drafted for.
 
-        Those are the contexts whose states are known up to the token before the last.
+        Those are the contexts whose states are known up to the token before the last, and whose rows have room for so
+        many entries after their text.
         """
-        self._arrange([context.id for context in contexts])
-        for row, context in zip(self._rows, contexts, strict=True):
-            row.receive(context)
-        return [0 < len(c.tokens) - 1 <= row.known for row, c in zip(self._rows, contexts, strict=True)]
+        self._names = [context.id for context in contexts]
+        if not self._is_managed:
+            self.drop([name for name in self._rows if name not in self._names])
+        return [self._receive(context, room) for context in contexts]
 
-    def catch_up(self, contexts: Sequence[Context], wanted: Sequence[bool], room: int) -> Float[Tensor, "B H"]:
+    def _receive(self, context: Context, room: int) -> bool:
+        if not self._enter(context, room):
+            return False
+        row = self._rows[context.id]
+        row.receive(context)
+        return 0 < len(context.tokens) - 1 <= row.known and (bool(row.waiting) or row.last is not None)
+
+    def catch_up(self, contexts: Sequence[Context], wanted: Sequence[bool]) -> Float[Tensor, "B H"]:
         """Read the stored states and return the head's state after the last token of every wanted context.
 
-        Wanted contexts must be ready (see `receive`); the other rows are undefined. Afterwards the cache has room for
-        `room` steps in each row.
+        Wanted contexts must be ready (see `receive`); the other rows are undefined.
         """
         states = self._fused(wanted)
-        longest = max(len(context.tokens) for context in contexts)
-        self._cache.ensure(longest + MAX_BATCHED + room)
         for b, context in enumerate(contexts):
             if wanted[b]:
-                self._rows[b].read = len(context.tokens) - 1 - len(states[b])
+                row = self._rows[context.id]
+                row.read = len(context.tokens) - 1 - len(states[b])
                 if len(states[b]) > MAX_BATCHED:
-                    states[b] = self._read_long(b, context.tokens, states[b])
+                    states[b] = self._read_long(context, states[b])
         made = self._read(contexts, states)
-        for row, context, fused in zip(self._rows, contexts, states, strict=True):
+        for context, fused in zip(contexts, states, strict=True):
             if len(fused):
+                row = self._rows[context.id]
                 row.read, row.last, row.waiting = len(context.tokens) - 1, fused[-1:], []
         return made
 
-    def step(self, tokens: Int[Tensor, " B"], h: Float[Tensor, "B H"], depth: int) -> Float[Tensor, "B H"]:
-        """Return the state after one more drafted token, the `depth`-th, counted from 1."""
-        reach = max(row.read for row in self._rows) + depth
-        return self._states(tokens[:, None], h[:, None], (self._base + depth)[:, None], reach)[:, 0]
+    def step(
+        self, tokens: Int[Tensor, " B"], h: Float[Tensor, "B H"], depth: int, wanted: Sequence[bool]
+    ) -> Float[Tensor, "B H"]:
+        """Return the state after one more drafted token, the `depth`-th, counted from 1; other rows are undefined."""
+        if not is_cpu(tokens.device):
+            reach = max(self._rows[name].read for name in self._names) + depth
+            return self._states(tokens[:, None], h[:, None], (self._base + depth)[:, None], reach)[:, 0]
+        index = [b for b, want in enumerate(wanted) if want]
+        names = [self._names[b] for b in index]
+        at = [self._rows[name].read - 1 + depth for name in names]
+        if len(index) == len(wanted):
+            return self.pool.packed_states(tokens, h, names, at, [1] * len(names))
+        made = torch.zeros_like(h)
+        made[index] = self.pool.packed_states(tokens[index], h[index], names, at, [1] * len(names))
+        return made
 
     def branch(
         self, tokens: Int[Tensor, "B w"], h: Float[Tensor, "B w H"], lineage: Bool[Tensor, "B w M"]
@@ -201,89 +261,172 @@ class HeadReader:
         `lineage` marks for each of them which of the M nodes are its ancestors or itself.
         """
         B, w, M = lineage.shape
+        reads = [self._rows[name].read if name in self._rows else 0 for name in self._names]
+        if is_cpu(tokens.device):
+            return self.pool.packed_level(tokens, h, self._names, reads, lineage)
         first = (self._base + 1)[:, None]
         inside = first + torch.arange(M, device=first.device)
-        reach = max(row.read for row in self._rows) + M
+        reach = max(reads) + M
         visible = (torch.arange(reach, device=first.device) < first)[:, None].repeat(1, w, 1)
         visible.scatter_(2, inside[:, None].expand(B, w, M), lineage)
         positions = self._base[:, None] + lineage.sum(2)
-        return self._head.head.step(
-            self._head.embedded(tokens), h, positions, self._cache,
-            slots=inside[:, M - w :], visible=visible, reach=reach,
-        )  # fmt: skip
+        return self.pool.gathered_states(
+            reach, tokens, h, positions, self._starts, slots=inside[:, M - w :], visible=visible
+        )
+
+    def follow(self, context: Context) -> None:
+        """Read the target's states at the tokens of a prompt that it has just read."""
+        if not self._receive_prompt(context):
+            return
+        row = self._rows[context.id]
+        parts, row.waiting = row.waiting, []
+        if not parts:
+            return
+        fused = self._fuse(parts)
+        row.read, row.last = row.known - len(fused), fused[-1:]
+        self._read_entries(context, fused)
+
+    def _receive_prompt(self, context: Context) -> bool:
+        if not self._enter(context, MAX_BATCHED):
+            return False
+        self._rows[context.id].receive(context)
+        return True
+
+    def adopt(self, context: Context, holder: int, length: int) -> bool:
+        """Take over the first entries of another request's row: as many as tokens, the next token is the same."""
+        held = self._rows.get(holder)
+        if held is None or holder in self._saved or held.read < length or not self._enter(context, MAX_BATCHED):
+            return False
+        pool = self.pool.pool
+        pool.rows[holder].length = max(pool.rows[holder].length, length)
+        pool.share(holder, context.id, length)
+        pool.rows[context.id].length = 0
+        self._rows[context.id] = HeadRow(read=length, known=length)
+        return True
+
+    def suspend(self, name: int) -> None:
+        """Copy a row out of the pool until its request is back."""
+        if name in self._rows and name not in self._saved:
+            self.pool.pool.rows[name].length = self._rows[name].read
+            self._saved[name] = self.pool.pool.save(name)
+
+    def drop(self, names: Sequence[int]) -> None:
+        """Forget the rows of these requests."""
+        for name in names:
+            if self._rows.pop(name, None) is not None and self._saved.pop(name, None) is None:
+                self.pool.pool.leave(name)
+
+    def _enter(self, context: Context, room: int) -> bool:
+        """Give a request a row with room for its text and so many entries more; False if the pool has none."""
+        pool, name = self.pool.pool, context.id
+        try:
+            if name in self._saved:
+                pool.restore(name, self._saved[name])
+                del self._saved[name]
+            if name not in self._rows:
+                pool.enter(name, len(context.tokens) + room + ROOM)
+                self._rows[name] = HeadRow()
+            pool.rows[name].length = self._rows[name].read  # what must be copied if the row moves
+            pool.ensure(name, len(context.tokens) + room)
+        except PoolFull:
+            return False
+        return True
 
     def _states(
         self, tokens: Int[Tensor, "B n"], h: Float[Tensor, "B n H"], positions: Int[Tensor, "B n"], reach: int
     ) -> Float[Tensor, "B n H"]:
-        """Return the states after these tokens, whose positions are all below `reach`.
+        """Return the states after these tokens on a GPU; all positions are below `reach`.
 
-        On a GPU a step takes longer to launch than to run, so it is captured as a CUDA graph. The attention span is
-        rounded up and masked there, which keeps the number of shapes small.
+        A step takes longer to launch than to run, so it is captured as a CUDA graph. The attention span is rounded up
+        and masked, which keeps the number of shapes small.
         """
-        if is_cpu(tokens.device):
-            return self._head.head.step(self._head.embedded(tokens), h, positions, self._cache, reach=reach)
-        body, reach = partial(self._masked, rounded(reach)), rounded(reach)
-        return self._graphs.run(body, (tokens, h, positions), reach, self._cache.recordings)[0]
+        body, reach = partial(self._captured, rounded(reach)), rounded(reach)
+        return self._graphs.run(body, (tokens, h, positions, self._starts), reach, self.pool.recordings)[0]
 
-    def _masked(
-        self, reach: int, tokens: Int[Tensor, "B n"], h: Float[Tensor, "B n H"], positions: Int[Tensor, "B n"]
+    def _captured(
+        self,
+        reach: int,
+        tokens: Int[Tensor, "B n"],
+        h: Float[Tensor, "B n H"],
+        positions: Int[Tensor, "B n"],
+        starts: Int[Tensor, " B"],
     ) -> tuple[Float[Tensor, "B n H"]]:
-        visible = torch.arange(reach, device=positions.device) <= positions[:, :, None]
-        embedded = self._head.embedded(tokens)
-        return (self._head.head.step(embedded, h, positions, self._cache, visible=visible, reach=reach),)
-
-    def _arrange(self, ids: list[int]) -> None:
-        """Give the cache one row for each of these requests and no others."""
-        if ids == self._ids:
-            return
-        row_of = {name: row for row, name in enumerate(self._ids)}
-        old = [row_of.get(name) for name in ids]
-        self._rows = [HeadRow() if row is None else self._rows[row] for row in old]
-        self._cache = self._cache.arranged(old)
-        self._ids = ids
+        return (self.pool.gathered_states(reach, tokens, h, positions, starts),)
 
     def _fused(self, wanted: Sequence[bool]) -> list[Float[Tensor, "_ H"]]:
         """Fuse the stored states of all wanted rows in one call; return them row by row."""
-        waiting = [row.waiting if want else [] for row, want in zip(self._rows, wanted, strict=True)]
-        counts = [sum(len(part[0]) for part in parts) for parts in waiting]
-        parts = [part for row in waiting for part in row]
-        fused = self._head.table.new_empty((0, self._head.table.shape[1]), dtype=torch.float32)
-        if parts:
-            taps = [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*parts, strict=True)]
-            fused = self._head.head.fuse([tap.float() for tap in taps])
-        each = list(fused.split(counts))
+        rows = [self._rows[name] if want else HeadRow() for name, want in zip(self._names, wanted, strict=True)]
+        counts = [sum(len(part[0]) for part in row.waiting) for row in rows]
+        each = list(self._fuse([part for row in rows for part in row.waiting]).split(counts))
         return [
-            row.last if want and not len(states) and row.last is not None else states
-            for row, want, states in zip(self._rows, wanted, each, strict=True)
+            row.last if not len(states) and row.last is not None else states
+            for row, states in zip(rows, each, strict=True)
         ]
 
-    def _read_long(self, b: int, tokens: Sequence[int], states: Float[Tensor, "n H"]) -> Float[Tensor, "1 H"]:
+    def _fuse(self, parts: Sequence[tuple[Tensor, ...]]) -> Float[Tensor, "n H"]:
+        if not parts:
+            return self._head.table.new_empty((0, self._head.table.shape[1]), dtype=torch.float32)
+        taps = [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*parts, strict=True)]
+        return self._head.head.fuse([tap.float() for tap in taps])
+
+    def _read_long(self, context: Context, states: Float[Tensor, "n H"]) -> Float[Tensor, "1 H"]:
         """Read all positions of a row but the last, without the other rows; return the last one's state."""
-        cache, row = self._cache.row(b), self._rows[b]
-        for part in states[:-1].split(POSITIONS_PER_PASS):
-            positions = torch.arange(row.read, row.read + len(part), device=part.device)[None]
-            follow = to_device([list(tokens[row.read + 1 : row.read + 1 + len(part)])], part.device)
-            row.read += len(part)
-            self._head.head.step(self._head.embedded(follow), part[None], positions, cache, reach=row.read)
+        self._read_entries(context, states[:-1])
         return states[-1:]
 
-    def _read(self, contexts: Sequence[Context], states: list[Float[Tensor, "_ H"]]) -> Float[Tensor, "B H"]:
-        """Read these states and the tokens after them in one batch; return each row's last state.
+    def _read_entries(self, context: Context, states: Float[Tensor, "n H"]) -> None:
+        """Read states of one row, each with the token after it; only keys and values are of use."""
+        row = self._rows[context.id]
+        for part in states.split(POSITIONS_PER_PASS):
+            n = len(part)
+            follow = to_device(list(context.tokens[row.read + 1 : row.read + 1 + n]), part.device)
+            if is_cpu(part.device):
+                self.pool.packed_states(follow, part, [context.id], [row.read], [n])
+            else:
+                positions = torch.arange(row.read, row.read + n, device=part.device)[None]
+                starts = self.pool.starts([context.id])
+                self.pool.gathered_states(row.read + n, follow[None], part[None], positions, starts)
+            row.read += n
 
-        Tokens, start and last index of each row are copied to the device together, in one tensor.
-        """
+    def _read(self, contexts: Sequence[Context], states: list[Float[Tensor, "_ H"]]) -> Float[Tensor, "B H"]:
+        """Read these states and the tokens after them together; return each row's last state."""
         counts = [len(row) for row in states]
-        width, starts = max(counts), [row.read for row in self._rows]
+        starts = [self._rows[name].read if name in self._rows else 0 for name in self._names]
+        if is_cpu(states[0].device):
+            return self._read_packed(contexts, states, counts, starts)
+        width = max(counts)
+        slots = [self.pool.pool.rows[name].extent.start if name in self._rows else 0 for name in self._names]
+        # Tokens, start, last index and first slot of each row are copied to the device together, in one tensor.
         lines = [
-            [*c.tokens[s + 1 : s + 1 + n], *[0] * (width - n), s, max(n - 1, 0), s + n - 1]
-            for c, s, n in zip(contexts, starts, counts, strict=True)
+            [*c.tokens[s + 1 : s + 1 + n], *[0] * (width - n), s, max(n - 1, 0), s + n - 1, slot]
+            for c, s, n, slot in zip(contexts, starts, counts, slots, strict=True)
         ]
         numbers = to_device(lines, states[0].device)
-        first, last, self._base = numbers[:, width:].unbind(1)
+        first, last, self._base, self._starts = numbers[:, width:].unbind(1)
         h = torch.nn.utils.rnn.pad_sequence(states, batch_first=True) if len(states) > 1 else states[0][None]
         positions = first[:, None] + torch.arange(width, device=numbers.device)
         made = self._states(numbers[:, :width], h, positions, max(starts) + width)
         return made[torch.arange(len(counts), device=numbers.device), last]
+
+    def _read_packed(
+        self, contexts: Sequence[Context], states: list[Float[Tensor, "_ H"]], counts: list[int], starts: list[int]
+    ) -> Float[Tensor, "B H"]:
+        index = [b for b, n in enumerate(counts) if n]
+        follow = torch.tensor([t for b in index for t in contexts[b].tokens[starts[b] + 1 : starts[b] + 1 + counts[b]]])
+        widths = [counts[b] for b in index]
+        made = self.pool.packed_states(
+            follow,
+            torch.cat([states[b] for b in index]) if len(index) > 1 else states[index[0]],
+            [self._names[b] for b in index],
+            [starts[b] for b in index],
+            widths,
+        )
+        last = made[torch.tensor(widths).cumsum(0) - 1]
+        if len(index) == len(counts):
+            return last
+        every = last.new_zeros((len(counts), last.shape[1]))
+        every[index] = last
+        return every
 
 
 @dataclass(slots=True)

@@ -86,12 +86,3 @@ def features_of(drafter: Drafter) -> TargetFeatures:
     if not isinstance(wanted, TargetFeatures):
         raise ValueError(f"{type(drafter).__name__}.features must be a TargetFeatures; got {wanted!r}")
     return wanted
-
-
-def fork(drafter: Drafter) -> Drafter:
-    """Return a drafter with the same weights and a memory of its own, for requests that do not advance together.
-
-    A drafter without a `fork()` method is shared: its memory may then be rebuilt, which costs time and nothing else.
-    """
-    make = getattr(drafter, "fork", None)
-    return drafter if make is None else make()

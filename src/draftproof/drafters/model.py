@@ -19,11 +19,16 @@ from draftproof.core.types import Draft
 from draftproof.drafters.build import Guess, Spine, check_count, check_share, chosen
 from draftproof.drafters.interface import Context
 from draftproof.drafters.sample import Draws, penalty_history, with_drafted
-from draftproof.models.interface import Cache, Model
+from draftproof.models.extents import pages_for
+from draftproof.models.interface import Model
+from draftproof.models.pool import PoolFull, SavedRow
+from draftproof.models.rows import PackedModel, PooledRows, Reading, RectangularRows, open_rows
 
-MAX_SCORED: Final = 8
-"""Tokens up to which a pass scores every position; above that the last token is read in a pass of its own, because the
-logits of a whole prompt could be larger than the model."""
+ROOM: Final = 256
+"""Tokens that a new row has room for after its text."""
+
+UNMANAGED_TOKENS: Final = 2**16
+"""Tokens in the pool of a drafter that is used without an engine."""
 
 
 class ModelDrafter:
@@ -62,20 +67,29 @@ class ModelDrafter:
         self._model = model
         self._reader = Reader(model)
 
-    def fork(self) -> "ModelDrafter":
-        """Return a drafter on the same model with a cache of its own."""
-        return ModelDrafter(
-            self._model,
-            vocab_size=self._V,
-            temperature=self._temperature,
-            confidence=self._confidence,
-            branches=self._branches,
-        )
+    def kv_bytes(self) -> int:
+        """Return the bytes that a token takes in the draft model's pool."""
+        return sum(shape.bytes for shape in self._model.kv_shapes) if isinstance(self._model, PackedModel) else 0
+
+    def open_pool(self, pages: int) -> None:
+        self._reader.open(pages)
+
+    def follow(self, context: Context, length: int) -> None:
+        self._reader.follow(context, length if self._max_length is None else min(length, self._max_length))
+
+    def adopt(self, context: Context, holder: int, length: int) -> bool:
+        return self._reader.adopt(context, holder, length)
+
+    def suspend(self, request: int) -> None:
+        self._reader.suspend(request)
+
+    def forget(self, requests: Sequence[int]) -> None:
+        self._reader.drop(requests)
 
     def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Propose up to k[b] tokens for each row, or k[b] slots of a tree; see `Drafter`."""
         slots = [self._room(context, most) for context, most in zip(contexts, k, strict=True)]
-        if not any(slots):
+        if not any(slots) or not self._reader.enter(contexts):
             return chosen([Guess([], [])] * len(contexts), rng.seeds.device, tree=self._branches > 1)
         samplings = [self._sampling(context.sampling) for context in contexts]
         histories = [penalty_history(context, rng.seeds.device) for context in contexts]
@@ -125,31 +139,61 @@ def early_exit(target: Model, layers: int, *, confidence: float = 0.0, branches:
 
 
 class Reader:
-    """The draft model's cache: one row per context, in the contexts' order."""
+    """The draft model's rows, one for each request.
+
+    Until a pool is opened by an engine, rows of requests that are not among the contexts are dropped.
+    """
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._ids: list[int] = []
-        self._rows: list[Row] = []
-        self._cache: Cache | None = None
+        self._rows: PooledRows | RectangularRows | None = None
+        self._is_managed = False
+        self._known: dict[int, Row] = {}
+        self._saved: dict[int, SavedRow] = {}
+        self._names: list[int] = []
         self._pending: tuple[AsyncCopy, Sequence[int]] | None = None
+
+    def open(self, pages: int) -> None:
+        """Allocate a pool; from then on rows stay until they are dropped."""
+        self._rows, self._is_managed = open_rows(self._model, pages), True
+        self._known.clear()
+        self._saved.clear()
+        self._pending = None
+
+    @property
+    def rows(self) -> "PooledRows | RectangularRows":
+        if self._rows is None:
+            self._rows = open_rows(self._model, pages_for(UNMANAGED_TOKENS))
+        return self._rows
 
     def catch_up(self, contexts: Sequence[Context], wanted: Sequence[bool]) -> Float[Tensor, "B R"]:
         """Read the contexts' new tokens and return the logits after each last one; unwanted rows are undefined."""
         self._receive_drafted()
-        cache = self._arrange(contexts, wanted)
-        known = [row.common_prefix(context.tokens) for row, context in zip(self._rows, contexts, strict=True)]
-        cache.lengths = torch.tensor(known)  # caches keep their lengths on the CPU
-        rest = [list(c.tokens[n:]) if want else [] for c, n, want in zip(contexts, known, wanted, strict=True)]
-        self._rows = [Row(n + len(tokens)) for n, tokens in zip(known, rest, strict=True)]
-        return self._read(cache, rest)
+        self._names = [context.id for context in contexts]
+        rows = [self._known[name] for name in self._names]
+        known = [row.common_prefix(context.tokens) for row, context in zip(rows, contexts, strict=True)]
+        self.rows.truncate(self._names, known)
+        rest = [self._valid(c.tokens[n:]) if want else [] for c, n, want in zip(contexts, known, wanted, strict=True)]
+        for row, n, tokens in zip(rows, known, rest, strict=True):
+            row.read, row.drafted = n + len(tokens), []
+        return self.rows.read_on(self._names, rest)
+
+    def enter(self, contexts: Sequence[Context]) -> bool:
+        """Give every context a row; return False if the pool has no room for one of them."""
+        self._receive_drafted()
+        if not self._is_managed:
+            names = {context.id for context in contexts}
+            self.drop([name for name in self._known if name not in names])
+        try:
+            for context in contexts:
+                self._enter(context)
+        except PoolFull:
+            return False
+        return True
 
     def step(self, tokens: Int[Tensor, " B"], wanted: Sequence[bool]) -> Float[Tensor, "B R"]:
         """Read one more drafted token per row and return the logits after it; unwanted rows do not keep theirs."""
-        assert self._cache is not None
-        logits = self._model(tokens[:, None], self._cache).logits[:, 0]
-        self._cache.keep(torch.tensor(wanted).long())
-        return logits
+        return self.rows.step(self._names, tokens, wanted)
 
     def record_drafted(self, drawn: AsyncCopy, kept: Sequence[int]) -> None:
         """Record the drawn tokens, of which the cache holds the first kept[b].
@@ -158,62 +202,69 @@ class Reader:
         """
         self._pending = drawn, kept
 
+    def follow(self, context: Context, length: int) -> None:
+        """Read a prompt's tokens up to this length, in chunks as the target does."""
+        if not isinstance(self.rows, PooledRows):
+            return  # a rectangular cache reads new rows together, in one pass
+        self._receive_drafted()
+        try:
+            self._enter(context)
+        except PoolFull:
+            return
+        row = self._known[context.id]
+        if row.read < length:
+            chunk = Reading(context.id, self._valid(context.tokens[row.read : length]))
+            self.rows.score([], reading=[chunk])
+            row.read = length
+
+    def adopt(self, context: Context, holder: int, length: int) -> bool:
+        """Take over a prefix that another request's row holds."""
+        self._receive_drafted()
+        held = self._known.get(holder)
+        if held is None or held.read < length or not isinstance(self.rows, PooledRows) or holder in self._saved:
+            return False
+        try:
+            self._enter(context)
+        except PoolFull:
+            return False
+        self.rows.pool.share(holder, context.id, length)
+        self._known[context.id].read = length
+        return True
+
+    def suspend(self, name: int) -> None:
+        """Copy a row out of the pool until its request is back."""
+        self._receive_drafted()
+        if name in self._known and isinstance(self.rows, PooledRows):
+            self._saved[name] = self.rows.save(name)
+
+    def drop(self, names: Sequence[int]) -> None:
+        """Forget the rows of these requests."""
+        self._receive_drafted()
+        for name in names:
+            if self._known.pop(name, None) is not None and self._saved.pop(name, None) is None:
+                self.rows.leave(name)
+
+    def _enter(self, context: Context) -> None:
+        if context.id in self._saved and isinstance(self.rows, PooledRows):
+            self.rows.restore(context.id, self._saved[context.id])
+            del self._saved[context.id]
+        if context.id not in self._known:
+            self.rows.enter(context.id, len(context.tokens) + ROOM)
+            self._known[context.id] = Row()
+
     def _receive_drafted(self) -> None:
         if self._pending is None:
             return
         drawn, kept = self._pending
-        for row, tokens, n in zip(self._rows, drawn.read().tolist(), kept, strict=True):
-            row.drafted = tokens[:n]
+        for name, tokens, n in zip(self._names, drawn.read().tolist(), kept, strict=True):
+            if name in self._known:
+                self._known[name].drafted = tokens[:n]
         self._pending = None
 
-    def _arrange(self, contexts: Sequence[Context], wanted: Sequence[bool]) -> Cache:
-        """Give the cache one row for each context and no others.
-
-        New contexts are prefilled in a pass of their own: in a joint pass the other rows would be mostly padding.
-        """
-        ids = [context.id for context in contexts]
-        if self._cache is not None and ids == self._ids:
-            return self._cache
-        row_of = {name: row for row, name in enumerate(self._ids)}
-        old = [b for b, name in enumerate(ids) if name in row_of]
-        new = [b for b, name in enumerate(ids) if name not in row_of]
-        texts = [list(contexts[b].tokens[:-1]) if wanted[b] else [] for b in new]
-        rows = {b: self._rows[row_of[ids[b]]] for b in old} | {b: Row(len(t)) for b, t in zip(new, texts, strict=True)}
-        cache = self._prefilled(texts) if texts else None
-        if old:
-            assert self._cache is not None
-            staying = self._cache.take([row_of[ids[b]] for b in old])
-            cache = staying if cache is None else staying.join(cache)
-        assert cache is not None
-        order = [list(rows).index(b) for b in range(len(ids))]
-        self._cache = cache if order == sorted(order) else cache.take(order)
-        self._ids, self._rows = ids, [rows[b] for b in range(len(ids))]
-        return self._cache
-
-    def _prefilled(self, texts: list[list[int]]) -> Cache:
-        cache = self._model.new_cache(len(texts), max(map(len, texts)) + MAX_SCORED)
-        if any(texts):
-            self._model(self._padded(texts), cache, scored=1)
-            cache.keep(torch.tensor([len(text) for text in texts]))
-        return cache
-
-    def _read(self, cache: Cache, rest: list[list[int]]) -> Float[Tensor, "B R"]:
-        """Read these tokens and return the logits after the last of each row."""
-        if max(map(len, rest)) > MAX_SCORED:
-            self._model(self._padded([tokens[:-1] for tokens in rest]), cache, scored=1)
-            cache.keep(torch.tensor([max(len(tokens) - 1, 0) for tokens in rest]))
-            rest = [tokens[-1:] for tokens in rest]
-        logits = self._model(self._padded(rest), cache).logits
-        counts = torch.tensor([len(tokens) for tokens in rest])
-        cache.keep(counts)
-        last = (counts - 1).clamp_min(0).to(logits.device, non_blocking=True)
-        return logits[torch.arange(len(rest), device=logits.device), last]
-
-    def _padded(self, texts: list[list[int]]) -> Int[Tensor, "B T"]:
-        """Pad the texts on the right. Tokens outside the model's vocabulary become 0, which only worsens the guess."""
-        width, R = max(map(len, texts)), self._model.vocab_size
-        rows = [[t if t < R else 0 for t in text] + [0] * (width - len(text)) for text in texts]
-        return to_device(rows, self._model.device)
+    def _valid(self, tokens: Sequence[int]) -> list[int]:
+        """Replace tokens that the draft model does not have by 0, which only worsens the guess."""
+        R = self._model.vocab_size
+        return [token if token < R else 0 for token in tokens]
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from draftproof.core.distribution import Distribution
 from draftproof.core.rng import Philox
 from draftproof.core.types import PAD, Draft
 from draftproof.drafters.build import check_count
-from draftproof.drafters.interface import Context, Drafter, TargetFeatures, features_of, fork
+from draftproof.drafters.interface import Context, Drafter, TargetFeatures, features_of
+from draftproof.drafters.pooling import CachingDrafter, DrafterState
 
 MIN_COPIED: Final = 16
 """Tokens that `copying` must be able to copy to be chosen; `Suffix` copies them after a match of about a quarter."""
@@ -34,9 +35,33 @@ class Switch:
         self.features = TargetFeatures(layers=two.layers, top=max(one.top, two.top))
         self._copying, self._other, self._enough = copying, other, enough
 
-    def fork(self) -> "Switch":
-        """Return a switch between forks of both drafters."""
-        return Switch(fork(self._copying), fork(self._other), enough=self._enough)
+    def kv_bytes(self) -> int:
+        """Return the bytes that a token takes in the pools of both drafters."""
+        return sum(drafter.kv_bytes() for drafter in self._both if isinstance(drafter, CachingDrafter))
+
+    def open_pool(self, pages: int) -> None:
+        for drafter in self._both:
+            if isinstance(drafter, CachingDrafter):
+                drafter.open_pool(pages)
+
+    def follow(self, context: Context, length: int) -> None:
+        for drafter in self._both:
+            DrafterState(drafter).follow(context, length)
+
+    def adopt(self, context: Context, holder: int, length: int) -> bool:
+        return all(DrafterState(drafter).adopt(context, holder, length) for drafter in self._both)
+
+    def suspend(self, request: int) -> None:
+        for drafter in self._both:
+            DrafterState(drafter).suspend(request)
+
+    def forget(self, requests: Sequence[int]) -> None:
+        for drafter in self._both:
+            DrafterState(drafter).forget(requests)
+
+    @property
+    def _both(self) -> tuple[Drafter, Drafter]:
+        return self._copying, self._other
 
     def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Propose up to k[b] tokens for each row; see `Drafter`."""

@@ -5,9 +5,9 @@ The choice is made before the draft, from earlier rounds alone, so it does not c
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 from draftproof.engine.request import (
     Session,
@@ -38,94 +38,97 @@ MEAN_STEP: Final = 0.2
 OUTLIER_FACTOR: Final = 1.5
 """Factor by which one value may differ from the mean; beyond it is clipped, as one slow round is not a trend."""
 
+COMPUTE_BOUND: Final = 16
+"""Positions from which a pass is assumed to take time in proportion to them, and below which weights are what counts."""
+
 LEAST_SECONDS: Final = 1e-9
 """Seconds that a stage takes at least: a coarse clock may measure 0, and costs are divided by it."""
-
-
-@runtime_checkable
-class DraftLengthPolicy(Protocol):
-    """A policy that chooses draft lengths and is given the outcome of every round."""
-
-    def lengths(self, sessions: Sequence[Session]) -> list[int]:
-        """Return how many tokens to draft for each row."""
-
-    def record_draft(self, session: Session, drafted: int, accepted: int) -> None:
-        """Record how many tokens of one row's draft were accepted."""
-
-    def record_time(self, seconds: dict[str, float], width: int, drafted: int) -> None:
-        """Record the seconds by stage of a round that scored `width` positions and drafted `drafted` tokens a row at
-        most."""
 
 
 @dataclass(slots=True)
 class AutoLength:
     """A policy that maximises tokens per second, from measured costs and each row's acceptance rates.
 
-    A request with a seed of its own uses fixed costs instead of measured ones: its text must not depend on how busy the
-    machine is.
+    All rows share a pass, so lengths are chosen together: the draft tokens that are likeliest to be accepted come
+    first, in whichever rows, up to the point where one more would cost more time than it saves. A request with a seed
+    of its own uses fixed costs and its own record alone, unless its text does not depend on lengths: it must not depend
+    on how busy the machine is, nor on other requests.
     """
 
+    coupled: bool = False
+    """Whether rows that ask for no rule are verified by `coupled`."""
     measured: "Costs" = field(default_factory=lambda: Costs())
     fixed: "Costs" = field(default_factory=lambda: Costs())
     records: dict[int, "DraftRecord"] = field(default_factory=dict)
 
     def lengths(self, sessions: Sequence[Session]) -> list[int]:
-        running = {s.id for s in sessions}
-        self.records = {i: record for i, record in self.records.items() if i in running}
-        return [self._length(s) for s in sessions]
+        """Return how many tokens to draft for each row."""
+        self.records = {s.id: self.records.get(s.id) or DraftRecord() for s in sessions}
+        asked = {s.id: self._alone(self.records[s.id]) for s in sessions if self._reproduces(s)}
+        free = [self.records[s.id] for s in sessions if s.id not in asked]
+        together = iter(self._together(free, len(asked) + sum(asked.values())))
+        return [asked[s.id] if s.id in asked else next(together) for s in sessions]
 
-    def _length(self, session: Session) -> int:
-        record = self.records.setdefault(session.id, DraftRecord())
-        costs = self.fixed if session.request.seeded and session.sampling.temperature > 0 else self.measured
-        best = best_length(record, costs)
+    def _reproduces(self, session: Session) -> bool:
+        """Return whether a request's text depends on its draft lengths, and must come out again with its seed."""
+        rule = session.request.rule
+        coupled = self.coupled if rule is None else rule == "coupled"
+        return session.request.seeded and session.sampling.temperature > 0 and not coupled
+
+    def _alone(self, record: "DraftRecord") -> int:
+        [best] = best_lengths([record], self.fixed)
+        return self._probed(record, best, 1, self.fixed.of_round(PROBE_LENGTH) - self.fixed.of_round(best))
+
+    def _together(self, records: Sequence["DraftRecord"], others: int) -> list[int]:
+        best = best_lengths(records, self.measured, others)
+        positions = others + len(records) + sum(best)
+        now = self.measured.of_pass(positions) if records else 1.0
+        extra = (self.measured.of_pass(positions + PROBE_LENGTH) - now + self.measured.of_draft()) / now
+        return [self._probed(record, k, len(records), extra) for record, k in zip(records, best, strict=True)]
+
+    def _probed(self, record: "DraftRecord", best: int, rows: int, extra: float) -> int:
+        """Ask for a probe instead of a short draft, if the row's share of the time for probes allows it."""
         if best >= PROBE_LENGTH:
             return record.ask(best)
         record.rounds_since_probe += 1
-        budget = record.rounds_since_probe * PROBE_BUDGET
-        extra_cost = costs.of_round(PROBE_LENGTH) - costs.of_round(best)
-        return record.ask(PROBE_LENGTH if budget >= extra_cost else best)
+        budget = record.rounds_since_probe * PROBE_BUDGET / rows
+        return record.ask(PROBE_LENGTH if budget >= extra else best)
 
     def record_draft(self, session: Session, drafted: int, accepted: int) -> None:
+        """Record how many tokens of one row's draft were accepted."""
         self.records.setdefault(session.id, DraftRecord()).update(drafted, accepted)
 
-    def record_time(self, seconds: dict[str, float], width: int, drafted: int) -> None:
-        self.measured.update(seconds, width, drafted)
+    def record_time(self, seconds: dict[str, float], drafted: Sequence[int]) -> None:
+        """Record the seconds by stage of a round, and how many tokens each row drafted."""
+        self.measured.update(seconds, len(drafted) + sum(drafted), max(drafted))
 
 
-@dataclass(frozen=True, slots=True)
-class FixedLength:
-    """A policy that always drafts the same number of tokens."""
+def best_lengths(records: Sequence["DraftRecord"], costs: "Costs", others: int = 0) -> list[int]:
+    """Return the draft lengths that emit the most tokens per unit of cost; 0 everywhere if plain decoding does.
 
-    length: int
-
-    def lengths(self, sessions: Sequence[Session]) -> list[int]:
-        return [self.length] * len(sessions)
-
-    def record_draft(self, session: Session, drafted: int, accepted: int) -> None:
-        pass
-
-    def record_time(self, seconds: dict[str, float], width: int, drafted: int) -> None:
-        pass
-
-
-def best_length(record: "DraftRecord", costs: "Costs") -> int:
-    """Return the k that emits the most tokens per unit of cost; 0 if none emits more than plain decoding.
-
-    With acceptance rates f of first tokens and a of later ones, asking for k tokens emits 1 + f (1 + a + … + aᵏ⁻¹) on
-    average. With a rate g of continued drafts, 1 + g + … + gᵏ⁻¹ tokens are drafted. Each costs its drafting and widens
-    the target's pass.
+    With acceptance rates f of first tokens and a of later ones, the k-th draft token of a row adds f aᵏ⁻¹ tokens on
+    average. With a rate g of continued drafts it is drafted with probability gᵏ⁻¹, and then widens the pass by one
+    position; a step of drafting serves all rows. `others` are positions of rows whose lengths are not chosen here.
     """
-    later, continued = min(record.later.value, HIGHEST_RATE), record.continued.value
-    accepted_here, drafted_here = min(record.first.value, HIGHEST_RATE), 1.0
-    emitted, length = 1.0, 0.0
+    candidates = sorted(
+        (-gain / width, depth, b, gain, width)
+        for b, record in enumerate(records)
+        for depth, gain, width in record.increments()
+    )
+    emitted, positions, deepest = float(len(records)), float(len(records) + others), 0
+    plain = emitted / costs.of_pass(positions) if records else 0.0
     speeds = []
-    for _ in range(LONGEST_DRAFT):
-        emitted, accepted_here = emitted + accepted_here, accepted_here * later
-        length, drafted_here = length + drafted_here, drafted_here * continued
-        speeds.append(emitted / costs.of_round(length))
-    if max(speeds) <= 1:
-        return 0
-    return max(k for k, speed in enumerate(speeds, 1) if speed >= (1 - SPEED_TOLERANCE) * max(speeds))
+    for _, depth, _, gain, width in candidates:
+        emitted, positions, deepest = emitted + gain, positions + width, max(deepest, depth)
+        steps = deepest if len(records) > 1 else positions - 1 - others
+        speeds.append(emitted / (costs.of_pass(positions) + steps * costs.of_draft()))
+    lengths = [0] * len(records)
+    if not speeds or max(speeds) <= plain:
+        return lengths
+    last = max(i for i, speed in enumerate(speeds) if speed >= (1 - SPEED_TOLERANCE) * max(speeds))
+    for _, depth, b, _, _ in candidates[: last + 1]:
+        lengths[b] = max(lengths[b], depth)
+    return lengths
 
 
 @dataclass(slots=True)
@@ -147,6 +150,13 @@ class DraftRecord:
     """Draft length asked for in the current round."""
     rounds_since_probe: int = 0
     """Rounds since at least `PROBE_LENGTH` tokens were asked for and a draft was made."""
+
+    def increments(self) -> Iterator[tuple[int, float, float]]:
+        """Yield for each further draft token its depth, the tokens it adds on average, and its chance to be drafted."""
+        gain, width = min(self.first.value, HIGHEST_RATE), 1.0
+        for depth in range(1, LONGEST_DRAFT + 1):
+            yield depth, gain, width
+            gain, width = gain * min(self.later.value, HIGHEST_RATE), max(width * self.continued.value, 1e-6)
 
     def ask(self, length: int) -> int:
         """Remember the length asked for, and return it."""
@@ -195,7 +205,7 @@ class Costs:
     draft_cost: float = 0.05
     """Assumed cost of a draft token."""
     pass_seconds: dict[int, "RunningMean"] = field(default_factory=dict)
-    """Measured seconds of a pass, by width."""
+    """Measured seconds of a pass, by positions: those of all rows, rounded where there are many."""
     draft_seconds: "RunningMean | None" = None
     """Measured seconds of drafting one token."""
     _curve: list[tuple[float, float]] = field(default_factory=list)
@@ -209,7 +219,8 @@ class Costs:
         i = bisect_left(self._curve, (width,))
         below, low = self._curve[i - 1] if i else (1.0, 1.0)
         if i == len(self._curve):
-            return low + self.pass_growth * (width - below)
+            growth = low / below if below >= COMPUTE_BOUND else self.pass_growth
+            return low + growth * (width - below)
         above, high = self._curve[i]
         return low + (high - low) * (width - below) / (above - below)
 
@@ -220,8 +231,9 @@ class Costs:
             return self.draft_cost
         return self.draft_seconds.value / base.value
 
-    def update(self, seconds: dict[str, float], width: int, drafted: int) -> None:
-        """Record a round that scored `width` positions and drafted `drafted` tokens a row at most."""
+    def update(self, seconds: dict[str, float], positions: int, drafted: int) -> None:
+        """Record a round that scored so many positions, and drafted `drafted` tokens a row at most."""
+        width = positions if positions <= COMPUTE_BOUND else round(positions / 8) * 8
         spent = sum(seconds.get(stage, 0.0) for stage in ("score", "warp", "verify", "commit"))
         known = self.pass_seconds.get(width)
         if known is None:
@@ -275,10 +287,38 @@ class RunningMean:
         self.count += 1
 
 
-def draft_length_policy(num_draft_tokens: int | str) -> DraftLengthPolicy:
-    """Return the policy for a fixed draft length or for "auto"."""
+def check_length(num_draft_tokens: int | str) -> None:
+    """Refuse a draft length that is neither "auto" nor a whole number ≥ 0."""
     if num_draft_tokens == "auto":
-        return AutoLength()
+        return
     if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:
         raise ValueError(f'num_draft_tokens must be "auto" or a whole number ≥ 0; got {num_draft_tokens!r}')
-    return FixedLength(num_draft_tokens)
+
+
+@dataclass(slots=True)
+class DraftLengths:
+    """Draft lengths of the rows of an engine: `default` where a request asks for none."""
+
+    default: int | str
+    auto: AutoLength = field(default_factory=AutoLength)
+
+    def choose(self, sessions: Sequence[Session]) -> list[int]:
+        """Return how many tokens to draft for each row."""
+        asked = [self._asked(session) for session in sessions]
+        free = [session for session, length in zip(sessions, asked, strict=True) if length == "auto"]
+        chosen = iter(self.auto.lengths(free))
+        return [next(chosen) if length == "auto" else int(length) for length in asked]
+
+    def _asked(self, session: Session) -> int | str:
+        if not session.request.drafter:
+            return 0
+        length = session.request.num_draft_tokens
+        return self.default if length is None else length
+
+    def record_draft(self, session: Session, drafted: int, accepted: int) -> None:
+        """Record how many tokens of one row's draft were accepted."""
+        self.auto.record_draft(session, drafted, accepted)
+
+    def record_time(self, seconds: dict[str, float], drafted: Sequence[int]) -> None:
+        """Record the seconds by stage of a round, and how many tokens each row drafted."""
+        self.auto.record_time(seconds, drafted)

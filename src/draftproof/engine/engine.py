@@ -1,41 +1,31 @@
 """Generate text for prompts by speculative decoding, with exactly the target's distribution."""
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from threading import RLock
-from typing import Any, Final, overload
+from dataclasses import fields, replace
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, overload
 
 import torch
 
 from draftproof.core.sampling import SamplingParams, is_whole
-from draftproof.drafters.interface import Drafter, fork
-from draftproof.engine.batch import Batch, Encoder
+from draftproof.drafters.interface import Drafter
 from draftproof.engine.beam_search import check_beams
-from draftproof.engine.draft_length import draft_length_policy
-from draftproof.engine.request import Allowed, Chunk, Output, Request, Session, TextSession, budgets_of, refused_session
-from draftproof.engine.round import Emitted, Parts, parts
+from draftproof.engine.draft_length import check_length
+from draftproof.engine.loop import Loop
+from draftproof.engine.request import Allowed, Chunk, Output, Request, Session, budgets_of, raise_error, refused_session
+from draftproof.engine.round import Emitted, parts
+from draftproof.engine.scheduler import Encoder, Limits, scheduler_for
 from draftproof.engine.stop import TextStream, cut
 from draftproof.models.interface import Model
 from draftproof.models.tokenizer import Detokenizer, OnePrompt, Prompt, Tokenizer, each, encode
-from draftproof.rules import Verifier
+from draftproof.rules import Verifier, resolve
+
+if TYPE_CHECKING:
+    from draftproof.engine.service import Service
 
 FIELDS: Final = tuple(f.name for f in fields(SamplingParams))
 """Keywords of `generate` and `stream` that are fields of `SamplingParams`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of an engine: rows that advance together, and tokens of a text, prompt included."""
-
-    max_batch: int = 8
-    max_length: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("max_batch", self.max_batch), ("max_length", self.max_length)):
-            unlimited = name == "max_length" and value is None
-            if not unlimited and not (is_whole(value) and int(value or 0) >= 1):
-                raise ValueError(f"{name} must be a whole number ≥ 1; got {value!r}")
 
 
 def _always() -> bool:
@@ -48,11 +38,10 @@ class Engine:
     `draftproof.load` makes one. `drafter=None` is plain decoding: the rule does not matter then, every token is drawn
     with the random numbers of its position, and a run with rule="coupled" and the same seeds gives the same text.
 
-    One engine may be used by several threads and by several streams at once: calls take turns, streams after every
-    round, and each running stream has a drafter memory of its own. A seeded request gives the same text again in the
-    same engine and the same batch. With `rule="coupled"`, without a drafter, or with a drafter that copies, the text
-    does not depend on the other rows of its batch either. A head or draft model may round q differently beside other
-    rows: the distribution stays exact, and a seeded text may then differ from the one alone.
+    One engine may be used by several threads and by several streams at once: their requests share every round. A
+    request may choose its own rule, draft length, or no drafter; one that fails does not disturb the others. On a CPU,
+    with a model that was loaded here, a seeded request gives bit for bit the same text alone and among others
+    (docs/decisions.md says where that ends).
     """
 
     def __init__(
@@ -72,8 +61,9 @@ class Engine:
         self.eos, self.limits, self.hf = frozenset(eos), limits or Limits(), hf
         self.num_draft_tokens = num_draft_tokens
         self._parts = parts(model, drafter, rule)
-        self._lock, self._is_lent, self._spare = RLock(), False, list[Drafter]()
-        draft_length_policy(num_draft_tokens)  # refuse a wrong value here, not at the first prompt
+        self._made: Loop | None = None
+        self._making = Lock()
+        check_length(num_draft_tokens)
 
     def __repr__(self) -> str:
         target = type(self.hf).__name__ if self.hf is not None else type(self.model).__name__
@@ -98,8 +88,12 @@ class Engine:
         *,
         max_tokens: int | Sequence[int] = ...,
         stop: str | Sequence[str] | None = ...,
-        logprobs: bool = ...,
+        logprobs: bool | int = ...,
+        prompt_logprobs: bool | int = ...,
         allowed: Allowed | None = ...,
+        rule: str | Verifier | None = ...,
+        drafter: bool = ...,
+        num_draft_tokens: int | str | None = ...,
         chat: bool | None = ...,
         num_beams: int = ...,
         length_penalty: float = ...,
@@ -115,8 +109,12 @@ class Engine:
         *,
         max_tokens: int | Sequence[int] = ...,
         stop: str | Sequence[str] | None = ...,
-        logprobs: bool = ...,
+        logprobs: bool | int = ...,
+        prompt_logprobs: bool | int = ...,
         allowed: Allowed | None = ...,
+        rule: str | Verifier | None = ...,
+        drafter: bool = ...,
+        num_draft_tokens: int | str | None = ...,
         chat: bool | None = ...,
         num_beams: int = ...,
         length_penalty: float = ...,
@@ -131,8 +129,12 @@ class Engine:
         *,
         max_tokens: int | Sequence[int] = 256,
         stop: str | Sequence[str] | None = None,
-        logprobs: bool = False,
+        logprobs: bool | int = False,
+        prompt_logprobs: bool | int = False,
         allowed: Allowed | None = None,
+        rule: str | Verifier | None = None,
+        drafter: bool = True,
+        num_draft_tokens: int | str | None = None,
         chat: bool | None = None,
         num_beams: int = 1,
         length_penalty: float = 1.0,
@@ -145,15 +147,19 @@ class Engine:
         sampling          one `SamplingParams` for all, or one for each; or its fields as keywords, temperature=0.7, on
                           top of `default_sampling`
         max_tokens, stop  budgets (one, or one for each prompt) and strings that end a text
-        logprobs          also return each token's log-probability under the distribution it was drawn from (at
-                          temperature 0 a point mass: all 0)
+        logprobs          also return each token's log-probabilities (`TokenLogprobs`): raw, and under the distribution
+                          it was drawn from; a number asks for so many alternatives besides
+        prompt_logprobs   likewise for the tokens of the prompt
         allowed           a grammar: allowed(output tokens) returns the mask of tokens that may follow
+        rule              the verification rule of these requests; None: the engine's
+        drafter           False: plain decoding for these requests
+        num_draft_tokens  0, a number, or "auto" for these requests; None: the engine's
         chat              whether a string is a user's turn (default: if the tokenizer has a chat template)
         num_beams         more than 1 runs transformers' own beam search, which samples nothing and is not drafted for
         go_on             called after every round; False ends all texts where they are, with finish_reason "cancelled"
 
         One prompt gives an `Output`, a list gives a list. A request that fails does not stop the others: its output
-        has finish_reason "error". A single prompt that fails raises.
+        has finish_reason "error". A single prompt that fails raises, and so does what makes all of them fail.
         """
         items, is_one = each(prompts)
         samplings = self._samplings(sampling, sampling_fields, len(items))
@@ -164,49 +170,62 @@ class Engine:
             ignored |= {"logprobs": logprobs or None, "go_on": None if go_on is _always else go_on}
             check_beams(num_beams, ignored)
             return self._beams(items, is_one, budgets, chat, num_beams, length_penalty)
-        texts = []
+        options = self._options(stops, allowed, logprobs, prompt_logprobs, rule, drafter, num_draft_tokens)
+        sessions = []
         for index, (item, params, budget) in enumerate(zip(items, samplings, budgets, strict=True)):
             try:
-                texts.append(self._start(self._request(item, params, budget, stops, allowed, logprobs, chat)))
+                sessions.append(self._start(self._request(item, params, budget, chat, options)))
             except (ValueError, TypeError) as error:
                 if is_one:
                     raise
-                texts.append(refused_session(index, error, params))
-        with self._lock, self._borrowed() as borrowed:
-            self._run(texts, borrowed, go_on)
-        outputs = [text.output() for text in texts]
-        if is_one and outputs[0].finish_reason == "error":
-            raise RuntimeError(outputs[0].error)
+                sessions.append(refused_session(index, error, params))
+        self._run(sessions, go_on)
+        causes = {id(session.cause) for session in sessions}
+        if is_one or (len(causes) == 1 and sessions and sessions[0].cause is not None):
+            raise_error(sessions[0])  # one reason for all of them
+        outputs = [session.result() for session in sessions]
         return outputs[0] if is_one else outputs
+
+    def _run(self, sessions: list[Session], go_on: Callable[[], bool]) -> None:
+        """Run rounds until these requests have ended, or the caller does not want to go on."""
+        loop = self._loop
+        loop.submit(sessions)
+
+        def ended() -> bool:
+            return all(session.finish_reason is not None for session in sessions)
+
+        try:
+            while not ended():
+                loop.next_round(ended)
+                if not ended() and not go_on():
+                    break
+        finally:
+            self._cancel([session for session in sessions if session.finish_reason is None])
+
+    def _cancel(self, sessions: list[Session]) -> None:
+        if sessions:
+            self._loop.cancel(sessions)
+            self._loop.run_until(lambda: all(session.finish_reason is not None for session in sessions))
+
+    @property
+    def _loop(self) -> Loop:
+        """Return the rounds of this engine; the pools are allocated when the first request comes."""
+        with self._making:
+            if self._made is None:
+                scheduler = scheduler_for(lambda: self._parts, self.limits, self.num_draft_tokens, self._max_length)
+                self._made = Loop(scheduler, self._extend)
+            return self._made
 
     def _beams(
         self, items: list[Any], is_one: bool, budgets: list[int], chat: bool | None, beams: int, length_penalty: float
     ) -> Output | list[Output]:
         from draftproof.engine.beam_search import beam_search
 
-        with self._lock:
-            outputs = [
-                beam_search(self.hf, self.tokenizer, self._tokens(item, chat), budget, beams, length_penalty)
-                for item, budget in zip(items, budgets, strict=True)
-            ]
+        outputs = [
+            beam_search(self.hf, self.tokenizer, self._tokens(item, chat), budget, beams, length_penalty)
+            for item, budget in zip(items, budgets, strict=True)
+        ]
         return outputs[0] if is_one else outputs
-
-    @contextmanager
-    def _borrowed(self) -> Iterator[Parts]:
-        """Lend the parts of a round for as long as some requests run: a drafter whose memory nobody else changes."""
-        with self._lock:
-            forked = None
-            if self._is_lent:
-                forked = self._spare.pop() if self._spare else fork(self._parts.drafter)
-            self._is_lent = True
-        try:
-            yield self._parts if forked is None else replace(self._parts, drafter=forked)
-        finally:
-            with self._lock:
-                if forked is None:
-                    self._is_lent = False
-                else:
-                    self._spare.append(forked)
 
     def decode(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, max_tokens: int, seeds: Sequence[int]
@@ -240,77 +259,100 @@ class Engine:
         *,
         max_tokens: int = 256,
         stop: str | Sequence[str] | None = None,
+        logprobs: bool | int = False,
         allowed: Allowed | None = None,
+        rule: str | Verifier | None = None,
+        drafter: bool = True,
+        num_draft_tokens: int | str | None = None,
         chat: bool | None = None,
         **sampling_fields: Any,
     ) -> Iterator[Chunk]:
-        """Continue one prompt and yield what every round adds. Closing the iterator cancels between rounds."""
+        """Continue one prompt and yield what every round adds. Closing the iterator cancels between rounds.
+
+        The arguments are those of `generate`.
+        """
+        session = self.prepare(
+            prompt,
+            sampling,
+            max_tokens=max_tokens,
+            stop=stop,
+            logprobs=logprobs,
+            allowed=allowed,
+            rule=rule,
+            drafter=drafter,
+            num_draft_tokens=num_draft_tokens,
+            chat=chat,
+            **sampling_fields,
+        )
+        return self._stream(session)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int = 256,
+        stop: str | Sequence[str] | None = None,
+        logprobs: bool | int = False,
+        prompt_logprobs: bool | int = False,
+        allowed: Allowed | None = None,
+        rule: str | Verifier | None = None,
+        drafter: bool = True,
+        num_draft_tokens: int | str | None = None,
+        chat: bool | None = None,
+        **sampling_fields: Any,
+    ) -> Session:
+        """Check a request for one prompt and return its session, which does not run yet."""
         items, _ = each(prompt) if not isinstance(prompt, str) else ([prompt], True)
         if len(items) != 1:
             raise ValueError(f"stream takes one prompt; got {len(items)}: use generate for a list")
         [params] = self._samplings(sampling, sampling_fields, 1)
         [budget] = budgets_of(max_tokens, 1)
-        request = self._request(items[0], params, budget, self._stops(stop), allowed, False, chat)
-        return self._stream(self._start(request))
+        options = self._options(self._stops(stop), allowed, logprobs, prompt_logprobs, rule, drafter, num_draft_tokens)
+        return self._start(self._request(items[0], params, budget, chat, options))
 
-    def _stream(self, text: TextSession) -> Iterator[Chunk]:
-        with self._borrowed() as borrowed:
-            session, batch = text.session, self._batch([text], borrowed)
-            while session.finish_reason is None:
-                tokens, characters = len(session.tokens), len(text.text)
-                with self._lock:
-                    self._step(batch, {session.id: text})
-                if session.finish_reason == "error":
-                    raise RuntimeError(session.error)
-                piece, new = text.text[characters:], session.tokens[tokens:]
-                stats = session.stats.snapshot()
-                yield Chunk(piece, new, session.finish_reason, stats, session.exact, session.deviation)
+    def service(self, *, max_waiting: int = 256) -> "Service":
+        """Return a service: a thread that runs this engine for many callers, from threads and from asyncio."""
+        from draftproof.engine.service import Service  # which holds an engine
 
-    def _run(self, texts: list[TextSession], borrowed: Parts, go_on: Callable[[], bool]) -> None:
-        batch = self._batch(texts, borrowed)
-        by_id = {text.session.id: text for text in texts}
-        while batch.rows or batch.waiting:
-            self._step(batch, by_id)
-            if not go_on():
-                break
-        for text in texts:
-            text.session.finish_reason = text.session.finish_reason or "cancelled"
+        return Service(self, max_waiting=max_waiting)
 
-    def _batch(self, texts: list[TextSession], borrowed: Parts) -> Batch:
-        batch = Batch(borrowed, draft_length_policy(self.num_draft_tokens), self.limits.max_batch, self._max_length)
-        batch.waiting.extend(text.session for text in texts if text.session.finish_reason is None)
-        return batch
+    def _stream(self, session: Session) -> Iterator[Chunk]:
+        chunks: deque[Chunk] = deque()
+        session.listener = chunks.append
+        self._loop.submit([session])
+        try:
+            while session.finish_reason is None or chunks:
+                self._loop.run_until(lambda: bool(chunks) or session.finish_reason is not None)
+                raise_error(session)
+                while chunks:
+                    yield chunks.popleft()
+        finally:
+            self._cancel([session] if session.finish_reason is None else [])
 
-    def _step(self, batch: Batch, by_id: Mapping[int, TextSession]) -> None:
-        """Run one round, extend the texts, and remove finished rows."""
-        with torch.inference_mode():
-            for session, emitted in batch.step():
-                self._extend(by_id[session.id], emitted)
-        batch.leave({s.id for s in batch.rows if s.finish_reason is not None})
-
-    def _extend(self, text: TextSession, emitted: Emitted) -> None:
+    def _extend(self, session: Session, emitted: Emitted) -> None:
         """Append what a round emitted, up to the end of the text."""
-        session = text.session
         limit = self._max_length
         room = session.room if limit is None else min(session.room, limit - len(session.tokens))
-        kept, piece, session.finish_reason = cut(emitted.tokens, room, self.eos, text.stream)
+        kept, piece, session.finish_reason = cut(emitted.tokens, room, self.eos, session.stream)
         session.tokens += kept
         session.stats.emitted += len(kept)
         session.logprobs += emitted.logprobs[: len(kept)]
-        text.text += piece
+        session.text += piece
         if emitted.deviation is not None:
             session.exact, session.deviation = False, max(session.deviation or 0.0, emitted.deviation)
         if emitted.fault is not None and session.finish_reason is None:
-            session.finish_reason, session.error = "error", f"request {session.id}: {emitted.fault}"
+            session.finish_reason, session.cause = "error", emitted.cause
+            session.error = f"request {session.id}: {emitted.fault}"
+        session.notify(kept)
 
-    def _start(self, request: Request) -> TextSession:
-        stream = None
-        if self.tokenizer is not None:
-            stream = TextStream(Detokenizer(self.tokenizer, after=request.prompt), request.stop)
+    def _start(self, request: Request) -> Session:
         session = Session.start(request)
-        if request.max_tokens == 0:
+        if self.tokenizer is not None:
+            session.stream = TextStream(Detokenizer(self.tokenizer, after=request.prompt), request.stop)
+        if request.max_tokens == 0 and request.prompt_logprobs is None:
             session.finish_reason = "length"
-        return TextSession(session, stream)
+        return session
 
     def _stops(self, stop: Any) -> tuple[str, ...]:
         """Return the stop strings as a tuple, or refuse what is not one string or several."""
@@ -323,15 +365,35 @@ class Engine:
             raise ValueError("stop strings need a tokenizer: pass tokenizer= to load()")
         return stops
 
-    def _request(
+    def _options(
         self,
-        prompt: Any,
-        sampling: SamplingParams,
-        max_tokens: int,
         stops: tuple[str, ...],
         allowed: Allowed | None,
-        logprobs: bool,
-        chat: bool | None,
+        logprobs: bool | int,
+        prompt_logprobs: bool | int,
+        rule: str | Verifier | None,
+        drafter: bool,
+        num_draft_tokens: int | str | None,
+    ) -> dict[str, Any]:
+        """Return the fields of a request that do not depend on its prompt, or refuse them."""
+        if rule is not None:
+            resolve(rule)
+        if num_draft_tokens is not None:
+            check_length(num_draft_tokens)
+        if not isinstance(drafter, bool):
+            raise TypeError(f"drafter of a request must be True or False: the engine has the drafter; got {drafter!r}")
+        return {
+            "stop": stops,
+            "allowed": allowed,
+            "logprobs": _alternatives("logprobs", logprobs, self.model.vocab_size),
+            "prompt_logprobs": _alternatives("prompt_logprobs", prompt_logprobs, self.model.vocab_size),
+            "rule": rule,
+            "drafter": drafter and self.drafter is not None,
+            "num_draft_tokens": num_draft_tokens,
+        }
+
+    def _request(
+        self, prompt: Any, sampling: SamplingParams, max_tokens: int, chat: bool | None, options: dict[str, Any]
     ) -> Request:
         """Make a request, or refuse it with the reason."""
         tokens, source, V = self._tokens(prompt, chat), None, self.model.vocab_size
@@ -346,7 +408,7 @@ class Engine:
         seeded = sampling.seed is not None
         if not seeded:
             sampling = replace(sampling, seed=int(torch.randint(2**62, ())))
-        return Request(tuple(tokens), sampling, max_tokens, stops, source, allowed, logprobs, seeded)
+        return Request(tuple(tokens), sampling, max_tokens, source=source, seeded=seeded, **options)
 
     def _tokens(self, prompt: Any, chat: bool | None) -> list[int]:
         if self.tokenizer is None and (isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping))):
@@ -393,3 +455,14 @@ class Engine:
         """Return the smaller of the model's and the caller's limit on tokens; None if there is neither."""
         limits = [n for n in (self.model.max_length, self.limits.max_length) if n is not None]
         return min(limits) if limits else None
+
+
+def _alternatives(name: str, value: bool | int, V: int) -> int | None:
+    """Return how many alternatives to return with log-probabilities; None if there are to be none."""
+    if value is False or value is None:
+        return None
+    if value is True:
+        return 0
+    if not is_whole(value) or not 0 <= value <= V:
+        raise ValueError(f"{name} must be True, False or a number of alternatives from 0 to {V}; got {value!r}")
+    return int(value)

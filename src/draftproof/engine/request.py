@@ -12,6 +12,7 @@ from draftproof.core.sampling import SamplingParams, is_whole
 from draftproof.core.types import History, Round
 from draftproof.drafters.interface import TargetOutputs
 from draftproof.engine.stop import FinishReason, TextStream
+from draftproof.rules import Verifier
 
 STAGES: Final = ("prefill", "draft", "score", "warp", "verify", "commit")
 """Keys of `Stats.seconds`, in the order of a round."""
@@ -37,6 +38,10 @@ class Stats:
     accepted_at: list[int] = field(default_factory=list)
     record: list[Round] = field(default_factory=list, repr=False)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not read again, because an earlier request had read them."""
+    preemptions: int = 0
+    """Times the request gave up its place in the pool for older ones."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -75,8 +80,31 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one token.
+
+    logprob  under the raw distribution, the softmax of the model's logits
+    drawn    under the distribution it was drawn from, with temperature, filters, penalties and grammar; 0 at
+             temperature 0. None for a token of the prompt
+    top      the likeliest tokens of the raw distribution, as many as were asked for
+    """
+
+    token: int
+    logprob: float
+    drawn: float | None
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """The input of one request. `source` is the encoder's input, if there is one; `sampling.seed` is always set."""
+    """The input of one request. `source` is the encoder's input, if there is one; `sampling.seed` is always set.
+
+    logprobs          alternatives to return with each token's log-probability; None: no log-probabilities
+    prompt_logprobs   likewise for the tokens of the prompt
+    drafter           False: plain decoding
+    rule              None: the engine's
+    num_draft_tokens  a number, or "auto"; None: the engine's
+    """
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -84,9 +112,13 @@ class Request:
     stop: tuple[str, ...] = ()
     source: tuple[int, ...] | None = None
     allowed: Allowed | None = None
-    logprobs: bool = False
+    logprobs: int | None = None
     seeded: bool = False
     """Whether the caller chose the seed, so that the text must be reproducible."""
+    prompt_logprobs: int | None = None
+    drafter: bool = True
+    rule: str | Verifier | None = None
+    num_draft_tokens: int | str | None = None
 
 
 _ids = itertools.count()
@@ -103,9 +135,27 @@ class Session:
     id: int = field(default_factory=lambda: next(_ids))
     target_outputs: TargetOutputs | None = None
     stats: Stats = field(default_factory=Stats)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    cause: Exception | None = None
+    """What a caller's own code raised, if that is why the request failed."""
+    text: str = ""
+    stream: TextStream | None = None
+    """Decodes the tokens; None without a tokenizer."""
+    read: int = 0
+    """Tokens of the prompt that the target has read."""
+    whole_chunks: int = 0
+    """Tokens that the target read in whole chunks of a prompt: their keys and values depend on nothing else."""
+    hidden: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """The target's states at the prompt's tokens, chunk by chunk, until a drafter takes them."""
+    saved: Any = None
+    """Its row, while it is out of the pool."""
+    listener: Callable[["Chunk"], None] | None = None
+    """Called with what every round adds."""
+    _sent: int = 0
+    """Characters of the text that the listener has."""
     exact: bool = True
     deviation: float | None = None
 
@@ -126,14 +176,38 @@ class Session:
         """Return how many tokens it may still emit."""
         return self.request.max_tokens - (len(self.tokens) - self.prompt_length)
 
+    def notify(self, tokens: list[int]) -> None:
+        """Hand the listener what was added since its last call: these tokens, and the text that is safe to show."""
+        if self.listener is None:
+            return
+        piece, self._sent = self.text[self._sent :], len(self.text)
+        logprobs = None if self.request.logprobs is None else self.logprobs[len(self.logprobs) - len(tokens) :]
+        stats = self.stats.snapshot()
+        self.listener(Chunk(piece, tokens, self.finish_reason, stats, self.exact, self.deviation, logprobs))
+
+    def result(self) -> "Output":
+        """Return the result of a finished session."""
+        assert self.finish_reason is not None
+        return Output(
+            self.text,
+            self.output,
+            self.finish_reason,
+            self.stats,
+            None if self.request.logprobs is None else self.logprobs,
+            self.error,
+            self.exact,
+            self.deviation,
+            None if self.request.prompt_logprobs is None else self.prompt_logprobs,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """The result of a request.
 
     `tokens` are the emitted tokens, including the end-of-text token or those of a stop string; `text` ends before them.
-    `logprobs`, if requested, are the tokens' log-probabilities under the distributions they were drawn from: at
-    temperature 0 that is a point mass, and they are all 0. `error` says what went wrong if `finish_reason` is "error".
+    `logprobs` and `prompt_logprobs`, if requested, hold a `TokenLogprobs` for each token (the prompt's from its second
+    token on: nothing comes before the first). `error` says what went wrong if `finish_reason` is "error".
     `exact` is False if a lossy rule was used; `deviation` is then the largest total variation from the target's
     distribution over all draft positions that were verified.
     """
@@ -142,10 +216,11 @@ class Output:
     tokens: list[int]
     finish_reason: FinishReason
     stats: Stats
-    logprobs: list[float] | None = None
+    logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     exact: bool = True
     deviation: float | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
     def rounds(self) -> tuple[Round, ...]:
@@ -160,7 +235,7 @@ class Output:
 class Chunk:
     """One round's part of a stream: text that is safe to show, emitted tokens, and at the end the finish reason.
 
-    `stats` are the counters after this round; `exact` and `deviation` as in `Output`.
+    `stats` are the counters after this round; `exact`, `deviation` and `logprobs` as in `Output`.
     """
 
     text: str
@@ -169,30 +244,7 @@ class Chunk:
     stats: Stats
     exact: bool = True
     deviation: float | None = None
-
-
-@dataclass(slots=True)
-class TextSession:
-    """A session and its text so far. `stream` decodes the tokens; None without a tokenizer."""
-
-    session: Session
-    stream: TextStream | None
-    text: str = ""
-
-    def output(self) -> Output:
-        """Return the result of a finished session."""
-        session = self.session
-        assert session.finish_reason is not None
-        return Output(
-            self.text,
-            session.output,
-            session.finish_reason,
-            session.stats,
-            session.logprobs if session.request.logprobs else None,
-            session.error,
-            session.exact,
-            session.deviation,
-        )
+    logprobs: list[TokenLogprobs] | None = None
 
 
 def budgets_of(max_tokens: Any, n: int) -> list[int]:
@@ -206,8 +258,16 @@ def budgets_of(max_tokens: Any, n: int) -> list[int]:
     return [int(budget) for budget in budgets]
 
 
-def refused_session(index: int, error: Exception, sampling: SamplingParams) -> TextSession:
+def refused_session(index: int, error: Exception, sampling: SamplingParams) -> Session:
     """Return the session of a prompt in a list that cannot be served: it ends at once with the reason."""
     session = Session.start(Request((), sampling, 0))
     session.finish_reason, session.error = "error", f"prompt {index}: {error}"
-    return TextSession(session, None)
+    return session
+
+
+def raise_error(session: Session) -> None:
+    """Raise what ended a request that failed: what a caller's own code raised, else a RuntimeError."""
+    if session.finish_reason == "error":
+        if session.cause is not None:
+            raise session.cause
+        raise RuntimeError(session.error)

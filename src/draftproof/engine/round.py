@@ -19,10 +19,9 @@ from draftproof.core.tree import misplaced
 from draftproof.core.types import PAD, ROOT, Draft, Verdict
 from draftproof.drafters.interface import Context, Drafter, TargetFeatures, TargetOutputs, features_of
 from draftproof.engine.grammar import masks
-from draftproof.engine.request import (
-    Session,
-)
-from draftproof.models.interface import Cache, Forward, Model
+from draftproof.engine.request import Session, TokenLogprobs
+from draftproof.models.interface import Forward, Model
+from draftproof.models.rows import Block, Group, Read, Reading, Rows
 from draftproof.rules import RULES, Verifier, resolve
 from draftproof.rules.api import Decision, Scored, decide, positions_of
 from draftproof.rules.checks import BAD_TARGET, describe_draft_fault
@@ -35,8 +34,7 @@ TargetDistributions = Callable[[Sequence[Session], Forward, Draft], Distribution
 class Parts:
     """The parts of a round: model, drafter, rule and options.
 
-    rule     by name where it is one of ours: kernels serve names, a function is called as it is
-    shared   whether the drafter draws with the target's own random numbers, as `coupled` wants
+    rule     of rows that ask for none; by name where it is one of ours: kernels serve names
     targets  makes the target's distributions inside another host, by its processors; None: by each row's sampling
     """
 
@@ -44,7 +42,6 @@ class Parts:
     drafter: Drafter
     rule: str | Verifier
     features: TargetFeatures
-    shared: bool
     targets: TargetDistributions | None = None
 
 
@@ -53,27 +50,45 @@ class Emitted:
     """The result of a round for one row. `fault` says why the row cannot go on; None where it can."""
 
     tokens: list[int]
-    drafted: int
-    accepted: int
-    logprobs: list[float]
-    target_outputs: TargetOutputs | None
-    fault: str | None
+    drafted: int = 0
+    accepted: int = 0
+    logprobs: list["TokenLogprobs"] = field(default_factory=list)
+    target_outputs: TargetOutputs | None = None
+    fault: str | None = None
     deviation: float | None = None
     """Under a lossy rule: the largest total variation over the row's draft positions."""
+    cause: Exception | None = None
+    """What a caller's own code raised, if that is the fault."""
 
 
-def advance(sessions: Sequence[Session], k: Sequence[int], cache: Cache, parts: Parts, clock: "Clock") -> list[Emitted]:
-    """Run one round for all rows."""
+def advance(
+    sessions: Sequence[Session],
+    k: Sequence[int],
+    rows: Rows,
+    parts: Parts,
+    clock: "Clock",
+    reading: Sequence[Reading] = (),
+) -> tuple[list[Emitted], list[Read]]:
+    """Run one round for all rows, and read parts of other rows' prompts in the same pass."""
     rng, last = _start(sessions, parts)
     with clock("draft"):
-        draft = proposed(parts.drafter, sessions, k, rng)
+        teams = _drafts(sessions, k, parts, rng)
     with clock("score"):
-        tokens, parents = _scorable(draft, parts.model.vocab_size)
-        forward = parts.model(torch.cat([last, tokens], 1), cache, parents=parents, layers=parts.features.layers)
-    result = _decided(sessions, draft, forward, Philox(rng.seeds, rng.starts), parts, clock)
-    with clock("commit"):
-        cache.keep(torch.tensor([_count(row) for row in result.tokens], dtype=torch.long), result.path)
-        return [_emitted(b, session, result, forward, parts) for b, session in enumerate(sessions)]
+        blocks = [_block(team, sessions, last, parts.model.vocab_size) for team in teams]
+        scores = rows.score(blocks, layers=parts.features.layers, reading=reading)
+    emitted = [Emitted([]) for _ in sessions]
+    for team, groups in zip(teams, scores.groups, strict=True):
+        for group in groups:
+            part = team.part(group)
+            members = [sessions[i] for i in part.index]
+            result = _decided(members, part, group.forward, rng, parts, clock)
+            with clock("commit"):
+                rows.keep([s.id for s in members], [_count(row) for row in result.tokens], result.path)
+                for b, i in enumerate(part.index):
+                    emitted[i] = _emitted(b, sessions[i], result, group.forward, parts)
+    for i, error in _errors(teams):
+        emitted[i] = Emitted([], fault=f"its drafter failed: {type(error).__name__}: {error}", cause=error)
+    return emitted, scores.read
 
 
 def _start(sessions: Sequence[Session], parts: Parts) -> tuple[Philox, Int[Tensor, "B 1"]]:
@@ -83,10 +98,141 @@ def _start(sessions: Sequence[Session], parts: Parts) -> tuple[Philox, Int[Tenso
     """
     numbers = [[s.sampling.seed for s in sessions], [len(s.tokens) for s in sessions], [s.tokens[-1] for s in sessions]]
     seeds, starts, last = to_device(numbers, parts.model.device)
-    return Philox(seeds, starts, parts.shared), last[:, None]
+    return Philox(seeds, starts), last[:, None]
 
 
 # ---------------------------------------------------------------------------------------------------------- the draft
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Rows of a round that one rule verifies, and their draft.
+
+    `index` says which of the round's rows they are, `errors` which others a drafter failed on.
+    """
+
+    index: list[int]
+    rule: str | Verifier
+    draft: Draft
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    def part(self, group: Group) -> "Team":
+        """Return the team of a group's rows, whose drafts have one length."""
+        K = group.forward.logits.shape[1] - 1
+        if len(group.members) == len(self.index) and K == self.draft.tokens.shape[1]:
+            return self
+        draft, rows = self.draft, to_device(group.members, self.draft.tokens.device)
+        return Team(
+            [self.index[b] for b in group.members],
+            self.rule,
+            Draft(
+                draft.tokens[rows, :K],
+                draft.lengths[rows],
+                None if draft.q is None or K == 0 else draft.q.rows(rows, K),
+                None if draft.drawn is None or K == 0 else draft.drawn[rows, :K],
+                None if draft.parents is None else draft.parents[rows, :K],
+                draft.shared_rng,
+            ),
+        )
+
+
+def _drafts(sessions: Sequence[Session], k: Sequence[int], parts: Parts, rng: Philox) -> list[Team]:
+    """Propose a draft for every row, rule by rule: `coupled` needs drafts that are drawn with shared random numbers.
+
+    A drafter sees all its rows in every call, so that it can follow them; rows of other rules ask for no tokens.
+    """
+    rules = [_rule_of(session, parts) for session in sessions]
+    drafting = [i for i, session in enumerate(sessions) if session.request.drafter]
+    teams = []
+    for rule in _distinct(rules):
+        shared = resolve(rule) is RULES["coupled"]
+        mine = [i for i in drafting if rules[i] == rule]
+        if mine:
+            wanted = [k[i] if rules[i] == rule else 0 for i in drafting]
+            its_rng = _rows_of(replace(rng, shared=shared), drafting, len(sessions))
+            draft, errors = _draft_or_errors(parts.drafter, [sessions[i] for i in drafting], wanted, its_rng)
+            errors = {drafting[b]: error for b, error in errors.items()}
+            sound = [i for i in drafting if i not in errors]
+            every = Team(sound, rule, draft, {i: error for i, error in errors.items() if i in mine})
+            teams.append(every if len(mine) == len(drafting) else _only(every, mine))
+        plain = [i for i, each in enumerate(rules) if each == rule and not sessions[i].request.drafter]
+        if plain:
+            nothing = NoDrafter().propose(
+                [sessions[i] for i in plain], [0] * len(plain), _rows_of(rng, plain, len(sessions))
+            )
+            teams.append(Team(plain, rule, nothing))
+    return teams
+
+
+def _distinct(rules: Sequence[str | Verifier]) -> list[str | Verifier]:
+    """Return each rule once; a caller's rule need not be hashable."""
+    found: list[str | Verifier] = []
+    for rule in rules:
+        if not any(rule is each or rule == each for each in found):
+            found.append(rule)
+    return found
+
+
+def _only(team: Team, mine: list[int]) -> Team:
+    """Return the rows of a team that are named, and its errors."""
+    members = [b for b, i in enumerate(team.index) if i in mine]
+    K = team.draft.tokens.shape[1]
+    V = 0
+    part = team.part(Group(members, Forward(torch.empty((len(members), K + 1, V)))))
+    return replace(part, errors=team.errors)
+
+
+def _rule_of(session: Session, parts: Parts) -> str | Verifier:
+    """Return a row's rule. A row without a drafter decodes as `coupled` does: each token by its position's numbers."""
+    if not session.request.drafter:
+        return "coupled"
+    return parts.rule if session.request.rule is None else session.request.rule
+
+
+def _rows_of(rng: Philox, index: list[int], rows: int) -> Philox:
+    return rng if len(index) == rows else rng.take(to_device(index, rng.seeds.device))
+
+
+def _draft_or_errors(
+    drafter: Drafter, contexts: Sequence[Session], k: Sequence[int], rng: Philox
+) -> tuple[Draft, dict[int, Exception]]:
+    """Return a draft, or where the drafter raises, which rows it fails on and a draft for the others."""
+    try:
+        return proposed(drafter, contexts, k, rng), {}
+    except Exception as raised:  # a caller's code may raise anything; the requests that it fails on end alone
+        errors: dict[int, Exception] = dict.fromkeys(range(len(contexts)), raised)
+    if len(contexts) > 1:
+        for b, context in enumerate(contexts):
+            try:
+                proposed(drafter, [context], [k[b]], rng.take(to_device([b], rng.seeds.device)))
+                del errors[b]
+            except Exception as raised:
+                errors[b] = raised
+    sound = [b for b in range(len(contexts)) if b not in errors]
+    if not sound:
+        return NoDrafter().propose([], [], rng.take(to_device([], rng.seeds.device))), errors
+    rest = rng.take(to_device(sound, rng.seeds.device))
+    draft, more = _draft_or_errors(drafter, [contexts[b] for b in sound], [k[b] for b in sound], rest)
+    return draft, errors | {sound[b]: error for b, error in more.items()}
+
+
+def _errors(teams: Sequence[Team]) -> Iterator[tuple[int, Exception]]:
+    for team in teams:
+        yield from team.errors.items()
+
+
+def _block(team: Team, sessions: Sequence[Session], last: Int[Tensor, "B 1"], V: int) -> Block:
+    """Return what the target scores for a team: each row's last token, then its draft."""
+    draft, parents = team.draft, team.draft.parents
+    if parents is not None:
+        parents = parents.masked_fill(misplaced(draft), ROOT)
+    # A faulty draft is scored, too: verification reports its faults.
+    first = last if len(team.index) == len(last) else last[to_device(team.index, last.device)]
+    tokens = torch.cat([first, draft.tokens.clamp(0, V - 1)], 1)
+    K, widths = draft.tokens.shape[1], None
+    if is_cpu(draft.lengths.device):
+        widths = [1 + (length if 0 <= length <= K else K) for length in draft.lengths.tolist()]
+    return Block([sessions[i].id for i in team.index], tokens, widths, parents)
 
 
 class NoDrafter:
@@ -117,14 +263,6 @@ def proposed(drafter: Drafter, sessions: Sequence[Session], k: Sequence[int], rn
     return draft
 
 
-def _scorable(draft: Draft, V: int) -> tuple[Int[Tensor, "B K"], Int[Tensor, "B K"] | None]:
-    """Return tokens and parents that a model can score, even of a faulty draft: verification reports its faults."""
-    parents = draft.parents
-    if parents is not None:
-        parents = parents.masked_fill(misplaced(draft), ROOT)
-    return draft.tokens.clamp(0, V - 1), parents
-
-
 # ------------------------------------------------------------------------------------------------------- the decision
 
 
@@ -142,7 +280,7 @@ class RoundResult:
     drafted: list[int]
     sound: list[int]
     faults: list[str | None]
-    logprobs: list[list[float]] | None
+    logprobs: list[list[list[float]]] | None
     top: list[list[list[int]]] | None
     nodes: Int[Tensor, "B J"]
     path: Int[Tensor, "B K"] | None
@@ -150,10 +288,10 @@ class RoundResult:
 
 
 def _decided(
-    sessions: Sequence[Session], draft: Draft, forward: Forward, rng: Philox, parts: Parts, clock: "Clock"
+    sessions: Sequence[Session], team: Team, forward: Forward, rng: Philox, parts: Parts, clock: "Clock"
 ) -> RoundResult:
-    """Verify the scored draft and read the decision."""
-    targets, allowed = parts.targets, None
+    """Verify the scored draft of some rows and read the decision."""
+    targets, allowed, draft = parts.targets, None, team.draft
     faults: dict[int, str] = {}
     if targets is None and any(s.request.allowed is not None for s in sessions):
         allowed, faults = masks(sessions, draft, forward.logits.shape[-1])
@@ -165,18 +303,21 @@ def _decided(
         allowed,
         target=None if targets is None else partial(targets, sessions, forward),
     )
-    read = partial(_read, scored, type(parts.drafter).__name__, parts.features.top, _wants_logprobs(sessions))
-    result = decide(scored, lambda: rng, parts.rule, read, timer=clock)
+    read = partial(_read, scored, type(parts.drafter).__name__, parts.features.top, alternatives(sessions))
+    own = _rows_of(rng, team.index, len(rng.seeds))
+    result = decide(scored, lambda: own, team.rule, read, timer=clock)
     if faults:
         result = replace(result, faults=[faults.get(b, fault) for b, fault in enumerate(result.faults)])
     return result
 
 
-def _wants_logprobs(sessions: Sequence[Session]) -> bool:
-    return any(s.request.logprobs for s in sessions)
+def alternatives(sessions: Sequence[Session]) -> int | None:
+    """Return how many alternatives to each token some row wants with its log-probabilities; None: no row wants any."""
+    wanted = [s.request.logprobs for s in sessions if s.request.logprobs is not None]
+    return max(wanted) if wanted else None
 
 
-def _read(scored: Scored, drafter: str, top: int, logprobs: bool, decision: Decision) -> RoundResult | None:
+def _read(scored: Scored, drafter: str, top: int, logprobs: int | None, decision: Decision) -> RoundResult | None:
     """Copy all that the CPU needs of a decision in one tensor: the round's one synchronisation.
 
     None where the kernels found a fault: only the reference can tell what it is.
@@ -185,9 +326,10 @@ def _read(scored: Scored, drafter: str, top: int, logprobs: bool, decision: Deci
     nodes = positions_of(verdict)
     B, J = nodes.shape
     parts = [verdict.tokens, draft.lengths[:, None], decision.sound[:, None], decision.faults[:, None].long()]
-    if logprobs:
+    if logprobs is not None:
         p = scored.distribution(decision.draft) if decision.p is None else decision.p
-        parts.append(_log_probs(p, verdict.tokens, nodes).double().view(torch.long))
+        columns = _log_probs(scored.logits, p, verdict.tokens, nodes, logprobs)
+        parts.append(columns.flatten(1).double().view(torch.long))
     on_gpu = top > 0 and not is_cpu(nodes.device)
     if on_gpu:
         likeliest = scored.logits.topk(top).indices
@@ -197,12 +339,16 @@ def _read(scored: Scored, drafter: str, top: int, logprobs: bool, decision: Deci
     if decision.by_kernels and any(faults):
         return None
     rest = np.ascontiguousarray(numbers[:, J + 3 :])
+    found = None
+    if logprobs is not None:
+        N = J * (2 + 2 * logprobs)
+        found = rest[:, :N].copy().view(np.float64).reshape(B, J, 2 + 2 * logprobs).tolist()
     return RoundResult(
         numbers[:, :J].tolist(),
         numbers[:, J].tolist(),
         numbers[:, J + 1].tolist(),
         [_draft_fault(draft, drafter, b, bits, scored.logits.shape[-1]) for b, bits in enumerate(faults)],
-        rest[:, :J].copy().view(np.float64).tolist() if logprobs else None,
+        found,
         rest[:, -J * top :].reshape(B, J, top).tolist() if on_gpu else None,
         nodes,
         verdict.path,
@@ -229,11 +375,22 @@ def _draft_fault(draft: Draft, drafter: str, b: int, bits: int, V: int) -> str |
     return f"drafter {drafter} proposed {describe_draft_fault(draft, b, bits, V)}"
 
 
-def _log_probs(p: Distribution, tokens: Int[Tensor, "B J"], nodes: Int[Tensor, "B J"]) -> Float[Tensor, "B J"]:
-    """Return each emitted token's log-probability under the distribution it was drawn from."""
+def _log_probs(
+    logits: Float[Tensor, "B J V"], p: Distribution, tokens: Int[Tensor, "B J"], nodes: Int[Tensor, "B J"], more: int
+) -> Float[Tensor, "B J N"]:
+    """Return each emitted token's log-probability: raw, under what it was drawn from, then `more` likeliest tokens.
+
+    The raw distribution is the softmax of the logits. Of the likeliest tokens come the ids, then the raw values.
+    """
     B, J = nodes.shape
     rows = torch.arange(B, device=nodes.device)[:, None].expand(B, J)
-    return p.at(rows.flatten(), nodes.flatten()).log_prob(tokens.flatten()).view(B, J)
+    raw = logits[rows, nodes].double().log_softmax(-1)
+    drawn = p.at(rows.flatten(), nodes.flatten()).log_prob(tokens.flatten()).view(B, J)
+    columns = [raw.gather(2, tokens.clamp_min(0)[..., None]), drawn.double()[..., None]]
+    if more:
+        best = raw.topk(more)
+        columns += [best.indices.double(), best.values]
+    return torch.cat(columns, -1)
 
 
 # ----------------------------------------------------------------------------------------------------- what rows get
@@ -243,23 +400,31 @@ def _emitted(b: int, session: Session, result: RoundResult, forward: Forward, pa
     """Return what the round gave row b."""
     emitted, kept, fault = _count(result.tokens[b]), result.sound[b], result.faults[b]
     if fault is not None:
-        return Emitted([], 0, 0, [], None, fault)
+        return Emitted([], fault=fault)
     if kept < emitted:
         at = len(session.tokens) + kept
         fault = (
             f"the scores after token {at} are not a distribution: the model gave NaN or infinity, or nothing is "
             "allowed there"
         )
-    asked = result.logprobs is not None and session.request.logprobs
+    asked = session.request.logprobs
+    numbers = [] if result.logprobs is None or asked is None else result.logprobs[b][:kept]
     return Emitted(
         result.tokens[b][:kept],
         result.drafted[b],
         emitted - 1,
-        result.logprobs[b][:kept] if result.logprobs is not None and asked else [],
+        [_token_logprobs(token, row, asked or 0) for token, row in zip(result.tokens[b], numbers, strict=False)],
         _target_outputs(forward, parts.features, result, b, kept, len(session.tokens) + kept - 1),
         fault,
         None if result.deviation is None else result.deviation[b],
     )
+
+
+def _token_logprobs(token: int, numbers: list[float], most: int) -> TokenLogprobs:
+    half = (len(numbers) - 2) // 2
+    ids, values = numbers[2 : 2 + half], numbers[2 + half :]
+    top = [(int(i), value) for i, value in zip(ids[:most], values[:most], strict=True)]
+    return TokenLogprobs(token, numbers[0], numbers[1], top)
 
 
 def _count(tokens: list[int]) -> int:
@@ -304,7 +469,7 @@ def parts(
     model: Model, drafter: Drafter | None, rule: str | Verifier, targets: TargetDistributions | None = None
 ) -> Parts:
     """Collect the parts of a round. Without a drafter they do plain decoding, whatever the rule."""
-    coupled = resolve(rule) is RULES["coupled"]
+    resolve(rule)  # refuses what is not a rule
     if drafter is None:
-        return Parts(model, NoDrafter(), "coupled", features_of(NoDrafter()), shared=False, targets=targets)
-    return Parts(model, drafter, rule, features_of(drafter), shared=coupled, targets=targets)
+        return Parts(model, NoDrafter(), "coupled", features_of(NoDrafter()), targets)
+    return Parts(model, drafter, rule, features_of(drafter), targets)

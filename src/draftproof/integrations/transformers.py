@@ -27,8 +27,8 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import InexactError
 from draftproof.drafters.registry import default_branches, is_name
-from draftproof.engine.batch import Batch, Encoder
-from draftproof.engine.draft_length import draft_length_policy
+from draftproof.engine.scheduler import Limits, Scheduler, scheduler_for, Encoder
+from draftproof.engine.draft_length import check_length
 from draftproof.engine.load import as_drafter
 from draftproof.engine.request import Request, Session
 from draftproof.engine.round import Emitted, parts
@@ -99,14 +99,12 @@ def generate(
     _check_lengths(matrix, served, generation_config, stopping_criteria)
     sampling = SamplingParams(temperature=1 if generation_config.do_sample else 0)
     targets = ProcessedDistributions(matrix, logits_processor, sampling)
-    batch = Batch(
-        parts(served, built, rule, targets),
-        draft_length_policy(num_draft_tokens),
-        len(matrix.sessions),
-        served.max_length,
-    )
-    batch.waiting.extend(matrix.sessions)
-    _run(batch, matrix, stopping_criteria, ColumnStreamer(matrix, streamer or _callers_streamer()))
+    its_parts = parts(served, built, rule, targets)
+    check_length(num_draft_tokens)
+    limits = Limits(max_batch=len(matrix.sessions))
+    scheduler = scheduler_for(lambda: its_parts, limits, num_draft_tokens, served.max_length)
+    scheduler.submit(matrix.sessions)
+    _run(scheduler, matrix, stopping_criteria, ColumnStreamer(matrix, streamer or _callers_streamer()))
     if not generation_config.return_dict_in_generate:
         return matrix.padded()
     kind = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
@@ -124,23 +122,25 @@ def _loaded(drafter: Any, model: Any) -> Any:
     return _DRAFT_MODELS.get(model, "drafter", str(drafter), lambda: load_model(drafter, LOADING)[0])
 
 
-def _run(batch: Batch, matrix: TokenMatrix, criteria: StoppingCriteriaList, columns: "ColumnStreamer") -> None:
+def _run(scheduler: Scheduler, matrix: TokenMatrix, criteria: StoppingCriteriaList, columns: "ColumnStreamer") -> None:
     """Run rounds until every row has ended."""
-    while batch.rows or batch.waiting:
-        rounds = {matrix.row_of(session): emitted for session, emitted in batch.step()}
+    while not scheduler.idle:
+        rounds = {matrix.row_of(session): emitted for session, emitted in scheduler.step()}
         before = {row: len(matrix.sessions[row].tokens) for row in rounds}
         for row, emitted in rounds.items():
             matrix.sessions[row].tokens += emitted.tokens
         apply_criteria(matrix, before, criteria)
         for row, emitted in rounds.items():
             _check_fault(row, matrix.sessions[row], emitted)
-        batch.leave({s.id for s in batch.rows if s.finish_reason is not None})
+        scheduler.remove([s for s in scheduler.running if s.finish_reason is not None])
         columns.show()
     columns.end()
 
 
 def _check_fault(row: int, session: Session, emitted: Emitted) -> None:
     if emitted.fault is not None and session.finish_reason is None:
+        if emitted.cause is not None:
+            raise emitted.cause
         raise RuntimeError(f"row {row}: {emitted.fault}")
 
 

@@ -1,4 +1,6 @@
-"""Attention over a slot cache: query heads that share keys are folded into one longer query.
+"""The attention function of our model copies: packed (packed.py), or over a slot cache.
+
+Query heads that share keys are folded into one longer query.
 
 transformers' own `sdpa` repeats keys and values for every query head as soon as there is a mask: at a context of
 1 000 tokens that copy costs more than the attention. This kernel is registered under a name of its own and used only
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from draftproof.models.packed import packed_attention, running
 
 ATTENTION_NAME = "draftproof"
 """The `attn_implementation` under which transformers finds `folded_attention`."""
@@ -38,9 +42,12 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention for query `[B, heads, T, size]`, key and value `[B, shared heads, S, size]`.
 
-    transformers calls it. No mask means plain causal attention: one token that attends to every slot, or a first pass
-    over an empty cache.
+    transformers calls it. A packed pass attends row by row. In a rectangular one, no mask means plain causal attention:
+    one token that attends to every slot, or a first pass over an empty cache.
     """
+    this = running.get()
+    if this is not None:
+        return packed_attention(this, query, key, value, attention_mask, scaling, extras), None
     B, heads, T, size = query.shape
     shared = key.shape[1]
     if any(extras.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):

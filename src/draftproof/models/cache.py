@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from draftproof.core.device import is_cpu, to_device
 from draftproof.models.cuda_graphs import CapturedGraphs
 from draftproof.models.interface import Cache
+from draftproof.models.pool import LayerShape
 
 HostLengths = npt.NDArray[np.int64]
 
@@ -151,6 +152,20 @@ class SlotCache:
                 new.values = _stacked(first.values, second.values, joined, len(self._lengths))
                 new.is_initialized = True
         return joined
+
+    def flat_buffers(self, shapes: Sequence[LayerShape]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return all layers' keys and values, `[rows · capacity, heads, size]`; made on the first call."""
+        rows = len(self._lengths)
+        for layer, shape in zip(self.layers, shapes, strict=True):
+            if not layer.is_initialized:
+                sizes = shape.key_size, shape.value_size
+                layer.keys, layer.values = (
+                    torch.zeros((rows, self.capacity, shape.heads, size), dtype=shape.dtype) for size in sizes
+                )
+                layer.is_initialized = True
+        return [layer.keys.flatten(0, 1) for layer in self.layers], [
+            layer.values.flatten(0, 1) for layer in self.layers
+        ]
 
     def rows_view(self, rows: slice, length: int) -> "SlotCache":
         """Return a cache of these rows, all `length` long, that shares this cache's buffers."""

@@ -64,6 +64,18 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         )
 
 
+def packing_refusal(model: PreTrainedModel) -> str | None:
+    """Return why the passes of a model cannot be packed, and are rectangular instead; None if they can be.
+
+    Packing needs an attention function that knows the rows of a pass.
+    """
+    if model.device.type != "cpu":
+        return "on a GPU passes are rectangular, so that CUDA graphs can replay them"
+    if not model._supports_attention_backend:
+        return f"{type(model).__name__} brings its own attention: it does not use transformers' attention interface"
+    return None
+
+
 def _refuse_placement(model: PreTrainedModel) -> None:
     """Raise if the model is not as a whole on one CPU or CUDA device."""
     name = type(model).__name__

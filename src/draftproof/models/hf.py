@@ -1,4 +1,4 @@
-"""Serve any causal language model of transformers over a slot cache, in ragged batches and trees.
+"""Serve any causal language model of transformers, in ragged batches and trees: packed on a CPU, else rectangular.
 
 `LayerStates` takes the hidden states that a head reads out of a pass.
 """
@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
 
 from draftproof.core.device import is_cpu
 from draftproof.models.attention import ATTENTION_NAME, steady_attention
@@ -24,11 +25,14 @@ from draftproof.models.compatibility import (
     head_size,
     is_quantized,
     max_positions,
+    packing_refusal,
     refuse_unsupported,
 )
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import View, additive_mask, chain_view, take_over_alibi, tree_view
+from draftproof.models.packed import PackedPass, Span, running
+from draftproof.models.pool import LayerShape, PoolLayer, ShapeLayer
 from draftproof.models.probe import needs_probe, probe
 from draftproof.models.weight_sharing import copy_first_layers, copy_for_slot_cache, decoder_stack, run_once
 
@@ -61,7 +65,9 @@ class HFModel:
         self.graph_cache = GraphCache(None if graphs else SWITCHED_OFF)
         if is_quantized(model):
             run_once(model)
-        self._net = copy_for_slot_cache(model)
+        self.packing_refusal = packing_refusal(model)
+        """Why passes are not packed; None where they are."""
+        self._net = copy_for_slot_cache(model, packed=self.packing_refusal is None)
         self._config = decoder_config(self._net)
         self._alibi = take_over_alibi(self._net)
         self._layers = cached_layers(self._config)
@@ -70,6 +76,8 @@ class HFModel:
         self._vocab_size = head_size(self._net)
         self._states = LayerStates.of(self._net)
         self._parts: dict[int, HFModel] = {}
+        self._kinds = tuple(self._windows.items())
+        self._shapes: tuple[LayerShape, ...] | None = None
         if not probed and needs_probe(model, drafter=drafter):
             probe(self, model, self._windows, drafter=drafter)
 
@@ -112,6 +120,8 @@ class HFModel:
             raise ValueError(f"cache is a {type(cache).__name__}: take one from this model's new_cache()")
         check_pass(tokens, parents, scored, len(cache.lengths))
         check_layers(layers, self._config.num_hidden_layers)
+        if self.packing_refusal is None:
+            return self._over_slots(tokens, cache, parents, scored, tuple(layers))
         with torch.inference_mode():
             cache.reserve(tokens.shape[1], self._max_length)
             body = partial(self._logits_and_states, cache=cache, scored=scored or 0, layers=tuple(layers))
@@ -122,6 +132,95 @@ class HFModel:
                 outputs = body(*inputs)
         logits, *hidden = (outside_inference_mode(output) for output in outputs)
         return Forward(logits, tuple(hidden))
+
+    @property
+    def kv_shapes(self) -> tuple[LayerShape, ...]:
+        """Return the sizes of each layer's keys and values, learnt from a pass over one token."""
+        if self._shapes is None:
+            layers = [ShapeLayer() for _ in range(self._layers)]
+            with torch.inference_mode():
+                one = self.packed_pass(torch.zeros(1, dtype=torch.long), [Span(0, 0, 1)])
+                self._run_packed(one, TransformersCache(layers=layers), 1, ())
+            self._shapes = tuple(layer.shape for layer in layers)
+        return self._shapes
+
+    def packed_pass(self, tokens: Int[Tensor, " N"], spans: Sequence[Span]) -> PackedPass:
+        """Return a pass over these tokens, span after span."""
+        return PackedPass(tokens, spans, self._kinds)
+
+    def packed(
+        self,
+        this: PackedPass,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        *,
+        scored: int | Int[Tensor, " J"],
+        layers: Sequence[int] = (),
+    ) -> tuple[Float[Tensor, "J V"], tuple[Float[Tensor, "N H"], ...]]:
+        """Run a packed pass over a pool's buffers; return the logits that are wanted, and the states after `layers`.
+
+        scored  the last so many tokens of the pass, or the indices of those that get logits
+        """
+        check_layers(layers, self._config.num_hidden_layers)
+        slots = this.slots
+        past = TransformersCache(layers=[PoolLayer(k, v, slots) for k, v in zip(keys, values, strict=True)])
+        with torch.inference_mode():
+            logits, *hidden = self._run_packed(this, past, scored, tuple(layers))
+        return logits[0], tuple(states[0] for states in hidden)
+
+    def _run_packed(
+        self, this: PackedPass, past: TransformersCache, scored: int | Int[Tensor, " J"], layers: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
+        masks = this.placeholders()
+        run = partial(
+            self._net,
+            input_ids=this.tokens[None],
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            position_ids=self._clamped(this.positions[None]),
+            past_key_values=past,
+            use_cache=True,
+            logits_to_keep=scored,
+            return_dict=True,
+        )
+        token = running.set(this)
+        try:
+            if not layers:
+                return (run().logits,)
+            if self._states is not None:
+                return self._states.collect(layers, lambda: run().logits)
+            out = run(output_hidden_states=True)
+            return (out.logits, *(out.hidden_states[layer] for layer in layers))
+        finally:
+            running.reset(token)
+
+    def _over_slots(
+        self,
+        tokens: Int[Tensor, "B T"],
+        cache: SlotCache,
+        parents: Int[Tensor, "B K"] | None,
+        scored: int | None,
+        layers: tuple[int, ...],
+    ) -> Forward:
+        """Run a rectangular pass packed: the buffers of a slot cache are a pool in which every row has one extent."""
+        B, T = tokens.shape
+        shapes = self.kv_shapes
+        with torch.inference_mode():
+            cache.reserve(T, self._max_length)
+            keys, values = cache.flat_buffers(shapes)
+            lengths = cache.lengths.tolist()
+            spans = [
+                Span(b * cache.capacity, before, T, None if parents is None else parents[b])
+                for b, before in enumerate(lengths)
+            ]
+            wanted: int | Tensor = B * T
+            if scored is not None and scored < T:
+                wanted = scored if B == 1 else (torch.arange(B * T).view(B, T)[:, T - scored :]).flatten()
+            logits, hidden = self.packed(
+                self.packed_pass(tokens.flatten(), spans), keys, values, scored=wanted, layers=layers
+            )
+            made = logits.view(B, -1, logits.shape[-1]), *(states.view(B, T, -1) for states in hidden)
+        first, *rest = (outside_inference_mode(output) for output in made)
+        return Forward(first, tuple(rest))
 
     def _logits_and_states(
         self,

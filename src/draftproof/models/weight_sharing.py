@@ -52,14 +52,15 @@ def _attribute_tensors(model: nn.Module) -> Iterator[Tensor]:
                 yield from (each for each in vars(value).values() if isinstance(each, Tensor))
 
 
-def copy_for_slot_cache(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model so that its attention accepts our masks.
+def copy_for_slot_cache(model: PreTrainedModel, *, packed: bool = False) -> PreTrainedModel:
+    """Copy a model so that its attention accepts our masks, or runs packed.
 
     It runs `folded_attention` if the model looks its attention up by name, else its own `eager` or `sdpa`.
     """
     copied = structural_copy(model)
     implementation = decoder_config(copied)._attn_implementation
-    if implementation == "eager" or (implementation == "sdpa" and not copied._supports_attention_backend):
+    own = implementation == "eager" or (implementation == "sdpa" and not copied._supports_attention_backend)
+    if own and not packed:
         return copied
     if not copied._supports_attention_backend:
         raise InexactError(

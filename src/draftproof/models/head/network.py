@@ -5,20 +5,19 @@ x_{t+2}. After the last position that the target has scored, its own output repl
 rows belong to the target and are not part of the head. Only its width must be the target's; other sizes may differ.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftproof.core.device import to_device
 from draftproof.core.distribution import DraftVocab
-from draftproof.models.cuda_graphs import CapturedGraphs
+from draftproof.models.pool import LayerShape
 
 HEAD_BUCKET = 256
-"""Slots: the buffers of a `HeadCache` grow by multiples of this."""
+"""Slots: on a GPU a step attends to a multiple of this, so that few shapes occur and few CUDA graphs are captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,12 @@ class Head(nn.Module):
         self.frequencies: Tensor
         self.register_buffer("frequencies", shape.rope_theta**-exponents, persistent=False)
 
+    @property
+    def kv_shape(self) -> LayerShape:
+        """Return the sizes of its keys and values."""
+        size = self.shape.head_dim
+        return LayerShape(self.shape.kv_heads, size, size, self.norm.weight.dtype)
+
     def new_cache(self, rows: int, capacity: int = 0) -> "HeadCache":
         weight = self.norm.weight
         return HeadCache.empty(rows, capacity, self.shape.kv_heads, self.shape.head_dim, weight.device, weight.dtype)
@@ -101,11 +106,19 @@ class Head(nn.Module):
         """
         slots = positions if slots is None else slots
         reach = int(slots.max()) + 1 if reach is None else reach
-        q, k, v = self.heads(embedded, h, positions)
-        keys, values = cache.write(k, v, slots, reach)
         if visible is None and slots.numel() > 1:
             visible = torch.arange(reach, device=slots.device) <= slots[:, :, None]
-        return self.rest(h, attend(q, keys, values, visible))
+        return self.over(embedded, h, positions, lambda q, k, v: attend(q, *cache.write(k, v, slots, reach), visible))
+
+    def over(
+        self,
+        embedded: Float[Tensor, "B n H"],
+        h: Float[Tensor, "B n H"],
+        positions: Int[Tensor, "B n"],
+        attention: Callable[[Tensor, Tensor, Tensor], Float[Tensor, "B h n d"]],
+    ) -> Float[Tensor, "B n H"]:
+        """Compute the states at n positions of each row, with an attention that also writes keys and values."""
+        return self.rest(h, attention(*self.heads(embedded, h, positions)))
 
     def heads(
         self, embedded: Float[Tensor, "B n H"], h: Float[Tensor, "B n H"], positions: Int[Tensor, "#B n"]
@@ -141,8 +154,6 @@ class HeadCache:
 
     keys: Float[Tensor, "B S g d"]
     values: Float[Tensor, "B S g d"]
-    recordings: CapturedGraphs = field(default_factory=CapturedGraphs)
-    """CUDA graphs of steps over these buffers."""
 
     @classmethod
     def empty(
@@ -156,30 +167,6 @@ class HeadCache:
     @property
     def capacity(self) -> int:
         return self.keys.shape[1]
-
-    def ensure(self, capacity: int) -> None:
-        """Grow the buffers to at least this many slots in every row."""
-        more = rounded(capacity) - self.capacity
-        if more > 0:
-            self.recordings.forget()
-            self.keys, self.values = (
-                torch.nn.functional.pad(buffer, (0, 0, 0, 0, 0, more)) for buffer in (self.keys, self.values)
-            )
-
-    def arranged(self, rows: Sequence[int | None]) -> "HeadCache":
-        """Return a cache of these rows, in this order; None is a new row, of zeros."""
-        device = self.keys.device
-        old = to_device([row for row in rows if row is not None], device)
-        new = to_device([b for b, row in enumerate(rows) if row is not None], device)
-        shape = (len(rows), *self.keys.shape[1:])
-        return HeadCache(
-            self.keys.new_zeros(shape).index_copy_(0, new, self.keys[old]),
-            self.values.new_zeros(shape).index_copy_(0, new, self.values[old]),
-        )
-
-    def row(self, b: int) -> "HeadCache":
-        """Return a cache of one row that shares this cache's buffers."""
-        return HeadCache(self.keys[b : b + 1], self.values[b : b + 1])
 
     def write(
         self,

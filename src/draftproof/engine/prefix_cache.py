@@ -1,0 +1,86 @@
+"""Reuse prefixes: finished rows stay in the pool until their pages are needed, and new rows take over what they share.
+
+A prefix is shared chunk by chunk. The keys and values of a token depend, in their last bits, on the width of the pass
+that computed them. So a seeded request takes over whole chunks of prompts only, which are always read alike; other
+requests also take over generated tokens.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from draftproof.engine.request import Session
+from draftproof.models.extents import PAGE
+from draftproof.models.rows import PooledRows
+
+MOST_IDLE: Final = 256
+"""Idle prefixes that are kept: a new prompt is compared with each of them."""
+
+
+class IdlePrefix(NamedTuple):
+    """The tokens of a finished row, and how many of them were read in whole chunks of a prompt."""
+
+    tokens: list[int]
+    whole_chunks: int
+
+
+class Found(NamedTuple):
+    """A row that holds the first `length` tokens of a prompt."""
+
+    holder: int
+    length: int
+    whole_chunks: int
+
+
+@dataclass(slots=True)
+class PrefixCache:
+    """The idle prefixes by row, least recently used first."""
+
+    idle: OrderedDict[int, IdlePrefix] = field(default_factory=OrderedDict)
+
+    def add(self, session: Session, length: int) -> None:
+        """Keep a finished row's first `length` tokens."""
+        self.idle[session.id] = IdlePrefix(session.tokens[:length], min(session.whole_chunks, length))
+
+    def touch(self, row: int) -> None:
+        """Note that a prefix was used."""
+        if row in self.idle:
+            self.idle.move_to_end(row)
+
+    def pop_oldest(self) -> int | None:
+        """Remove the prefix that was used least recently; return its row, or None if there is no prefix."""
+        return self.idle.popitem(last=False)[0] if self.idle else None
+
+    def longest(self, session: Session, active: Sequence[Session], rows: PooledRows) -> Found | None:
+        """Return the row that holds most of the prompt in whole chunks; None if none holds a chunk."""
+        held = [
+            (row, prefix.tokens, len(prefix.tokens), prefix.whole_chunks) for row, prefix in reversed(self.idle.items())
+        ]
+        held += [(s.id, s.tokens, rows.length(s.id), s.whole_chunks) for s in active if s is not session]
+        best: Found | None = None
+        for row, tokens, length, whole in held:
+            usable = min(length, whole) if session.request.seeded else length
+            shared = min(_shared_chunks(session.request.prompt, tokens), usable // PAGE * PAGE)
+            if shared > (best.length if best is not None else 0):
+                best = Found(row, shared, whole)
+        return best
+
+    def shares_prefix(self, session: Session, others: Sequence[Session]) -> bool:
+        """Return whether the prompt begins with a chunk of one of these prompts."""
+        return any(s is not session and _shared_chunks(session.request.prompt, s.request.prompt) for s in others)
+
+
+def _shared_chunks(prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """Count the tokens of the chunks that both texts begin with, followed by at least one token that they share.
+
+    A drafter's state at a token may depend on the token after it. The prompt's last token is never read, and the one
+    before it always is: a drafter may need the target's states there.
+    """
+    most = min(len(prompt) - 2, len(tokens) - 1)
+    at = 0
+    while at + PAGE <= most and list(prompt[at : at + PAGE]) == list(tokens[at : at + PAGE]):
+        at += PAGE
+    if at and prompt[at] != tokens[at]:
+        at -= PAGE
+    return at

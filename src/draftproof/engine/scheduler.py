@@ -1,0 +1,398 @@
+"""Schedule rows: admit requests, read their prompts chunk by chunk, run a round for the others, and make room.
+
+Requests are admitted first come, first served, by space in the pool. When it is full, idle prefixes go first; then the
+youngest row gives up its place and comes back later with the same keys and values, so that its text is the same.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from draftproof.core.device import current_device
+from draftproof.core.sampling import is_whole
+from draftproof.drafters.interface import TargetOutputs
+from draftproof.drafters.pooling import CachingDrafter, DrafterState
+from draftproof.engine.draft_length import AutoLength, DraftLengths
+from draftproof.engine.prefix_cache import PrefixCache
+from draftproof.engine.request import Session, TokenLogprobs
+from draftproof.engine.round import Clock, Emitted, Parts, advance
+from draftproof.models.extents import PAGE
+from draftproof.models.pool import PoolFull, pages_within
+from draftproof.models.rows import PackedModel, PooledRows, Read, Reading, RectangularRows, open_rows
+from draftproof.rules import RULES, resolve
+
+RESERVED: int = 256
+"""Tokens of output that a row has room for when it enters; a longer text grows, in place where it can."""
+
+CHUNKS_ALONE: int = 8
+"""Chunks of prompts that are read in one pass while no row decodes: larger passes are hardly faster on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of an engine.
+
+    max_batch           rows that advance together
+    max_length          tokens of a text, prompt included; None: the model's own limit
+    kv_memory           memory of the KV pools: bytes, or a share of what is free when the first request comes
+    max_prefill_tokens  tokens of prompts that are read beside decoding rows in one round, in whole chunks; None: one
+                        chunk, so that the others' tokens keep coming
+    """
+
+    max_batch: int = 8
+    max_length: int | None = None
+    kv_memory: int | float = 0.25
+    max_prefill_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_length", "max_prefill_tokens"):
+            value = getattr(self, name)
+            unlimited = name != "max_batch" and value is None
+            if not unlimited and not (is_whole(value) and int(value or 0) >= 1):
+                raise ValueError(f"{name} must be a whole number ≥ 1; got {value!r}")
+        share = isinstance(self.kv_memory, float) and 0 < self.kv_memory <= 1
+        if not share and not (is_whole(self.kv_memory) and self.kv_memory >= 1):
+            raise ValueError(
+                f"kv_memory must be a number of bytes, or a share of the free memory in (0, 1]; got {self.kv_memory!r}"
+            )
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """A target with an encoder: a request's prompt is the encoder's input, and the decoder starts from `start`."""
+
+    @property
+    def start(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """The rows of one engine.
+
+    parts               called for the parts of every round
+    max_batch           rows in the pool at once, those whose prompts are being read included
+    max_length          tokens that the model has positions for; None: no limit
+    max_prefill_tokens  tokens of prompts read beside decoding rows in one round, in whole chunks; None: one chunk
+    """
+
+    parts: Callable[[], Parts]
+    rows: PooledRows | RectangularRows
+    lengths: DraftLengths
+    max_batch: int
+    max_length: int | None
+    max_prefill_tokens: int | None = None
+    reuse_prefixes: bool = True
+    waiting: deque[Session] = field(default_factory=deque)
+    reading: list[Session] = field(default_factory=list)
+    """Rows whose prompts are not read completely, oldest first."""
+    running: list[Session] = field(default_factory=list)
+    """Rows that decode, oldest first."""
+    prefixes: PrefixCache = field(default_factory=PrefixCache)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether there is nothing to do."""
+        return not (self.waiting or self.reading or self.running)
+
+    def step(self) -> list[tuple[Session, Emitted]]:
+        """Admit requests, run one round, and return what it emitted for each row."""
+        parts = self.parts()
+        with current_device(parts.model.device), torch.inference_mode():
+            self._admit(parts)
+            if self.rows.chunk is None:
+                self._read_whole(parts)
+            lengths = self._lengths_with_room(parts)
+            reading = self._chunks(parts)
+            clock = Clock()
+            running = list(self.running)
+            if not running and not reading:
+                return []
+            try:
+                emitted, read = self._round(running, lengths, parts, clock, reading)
+            except Exception as error:  # the pass itself failed: none of its rows can go on
+                every = [*running, *{s.id: s for s, _ in reading}.values()]
+                fault = f"the round failed: {type(error).__name__}: {error}"
+                return [(session, Emitted([], fault=fault, cause=error)) for session in every]
+            self._record_reading(reading, read, parts, clock)
+            self._record(running, emitted, clock, alone=not reading)
+            return list(zip(running, emitted, strict=True))
+
+    def _round(
+        self,
+        running: list[Session],
+        lengths: list[int],
+        parts: Parts,
+        clock: Clock,
+        reading: list[tuple[Session, Reading]],
+    ) -> tuple[list[Emitted], list[Read]]:
+        chunks = [chunk for _, chunk in reading]
+        if running:
+            return advance(running, lengths, self.rows, parts, clock, chunks)
+        with clock("prefill"):
+            return [], self.rows.score([], layers=parts.features.layers, reading=chunks).read
+
+    # ------------------------------------------------------------------------------------------ entering and leaving
+
+    def submit(self, sessions: Iterable[Session]) -> None:
+        """Queue requests. One that could never fit into the pool fails at once."""
+        for session in sessions:
+            if isinstance(self.rows, PooledRows) and self._most_tokens(session) > self.rows.tokens:
+                session.finish_reason = "error"
+                session.error = (
+                    f"request {session.id} may need {self._most_tokens(session)} tokens in the KV pool, which holds "
+                    f"{self.rows.tokens}: ask for fewer max_tokens, or give the engine a larger kv_memory"
+                )
+            else:
+                self.waiting.append(session)
+
+    def remove(self, sessions: Iterable[Session]) -> None:
+        """Remove finished and cancelled requests; a finished row stays as an idle prefix until its pages are needed."""
+        gone = {session.id: session for session in sessions}
+        state = DrafterState(self.parts().drafter)
+        for session in [s for s in (*self.reading, *self.running) if s.id in gone]:
+            if self._can_stay(session):
+                self.prefixes.add(session, min(self.rows.length(session.id), len(session.tokens)))  # type: ignore[union-attr]
+            else:
+                self.rows.leave(session.id)
+                state.forget([session.id])
+        for session in self.waiting:
+            if session.id in gone and session.saved is not None:
+                session.saved = None
+                state.forget([session.id])
+        self.waiting = deque(s for s in self.waiting if s.id not in gone)
+        self.reading = [s for s in self.reading if s.id not in gone]
+        self.running = [s for s in self.running if s.id not in gone]
+
+    def clear_prefixes(self) -> None:
+        """Free the pages of all idle prefixes."""
+        while self._free_prefix():
+            pass
+
+    def _can_stay(self, session: Session) -> bool:
+        pooled = isinstance(self.rows, PooledRows) and self.reuse_prefixes
+        return pooled and session.finish_reason != "error" and session.request.source is None and session.read >= PAGE
+
+    def _most_tokens(self, session: Session) -> int:
+        """Return the tokens that a request may hold at once: its text, and the widest draft after it."""
+        most = session.prompt_length + session.request.max_tokens
+        return most if self.max_length is None else min(most, self.max_length)
+
+    def _admit(self, parts: Parts) -> None:
+        while self.waiting and len(self.reading) + len(self.running) < self.max_batch:
+            session = self.waiting[0]
+            if not self._enter(session, parts):
+                return  # first come, first served: nobody overtakes
+            self.waiting.popleft()
+            if session.read < len(session.request.prompt) - 1 or isinstance(self.rows, RectangularRows):
+                self.reading.append(session)
+            else:
+                self.running.append(session)
+
+    def _enter(self, session: Session, parts: Parts) -> bool:
+        """Give a request its place in the pool; False if there is no room for it now."""
+        reserved = min(self._most_tokens(session), len(session.tokens) + RESERVED)
+        while True:
+            try:
+                if session.saved is not None:
+                    self.rows.restore(session.id, session.saved)  # type: ignore[union-attr]
+                    session.saved = None
+                else:
+                    self.rows.enter(session.id, reserved, session.request.source)
+                return True
+            except PoolFull:
+                if not self._free_prefix():
+                    return False
+
+    def _reuse(self, session: Session, parts: Parts) -> None:
+        """Take over the longest prefix of the prompt that another row holds, when the first chunk is to be read."""
+        if (
+            not isinstance(self.rows, PooledRows)
+            or not self.reuse_prefixes
+            or session.request.prompt_logprobs is not None
+        ):
+            return
+        found = self.prefixes.longest(session, [*self.running, *self.reading], self.rows)
+        if found is None:
+            return
+        if not DrafterState(parts.drafter).adopt(session, found.holder, found.length):
+            return
+        self.rows.pool.share(found.holder, session.id, found.length)
+        self.prefixes.touch(found.holder)
+        session.read = session.stats.cached_tokens = found.length
+        session.whole_chunks = min(found.length, found.whole_chunks)
+
+    def _free_prefix(self) -> bool:
+        """Free the idle prefix that was used least recently; False if there is none."""
+        oldest = self.prefixes.pop_oldest()
+        if oldest is None:
+            return False
+        self.rows.leave(oldest)
+        DrafterState(self.parts().drafter).forget([oldest])
+        return True
+
+    # --------------------------------------------------------------------------------------------------- making room
+
+    def _lengths_with_room(self, parts: Parts) -> list[int]:
+        """Choose draft lengths, and make room for each row's draft; rows for which there is none are preempted."""
+        wanted = self.lengths.choose(self.running)
+        chosen = {s.id: self._limited(s, k) for s, k in zip(self.running, wanted, strict=True)}
+        for session in list(self.running):
+            if session in self.running:  # not preempted for an older one
+                self._make_room(session, len(session.tokens) + chosen[session.id], parts)
+        return [chosen[s.id] for s in self.running]
+
+    def _make_room(self, session: Session, tokens: int, parts: Parts) -> None:
+        while True:
+            try:
+                return self.rows.ensure(session.id, tokens)
+            except PoolFull:
+                if self._free_prefix():
+                    continue
+                youngest = max((*self.running, *self.reading), key=lambda s: s.id)
+                self._preempt(youngest, parts)
+                if youngest is session:
+                    return None
+
+    def _preempt(self, session: Session, parts: Parts) -> None:
+        """Take a row out of the pool; it is the next to come back."""
+        assert isinstance(self.rows, PooledRows)
+        session.saved = self.rows.save(session.id)
+        session.stats.preemptions += 1
+        DrafterState(parts.drafter).suspend(session.id)
+        self.running = [s for s in self.running if s is not session]
+        self.reading = [s for s in self.reading if s is not session]
+        self.waiting.appendleft(session)
+
+    def _limited(self, session: Session, k: int) -> int:
+        """Limit a draft length to what the request and the model have room for: the round adds one token more."""
+        room = session.room - 1
+        return max(0, min(k, room if self.max_length is None else min(room, self.max_length - len(session.tokens))))
+
+    # ---------------------------------------------------------------------------------------------- reading prompts
+
+    def _read_whole(self, parts: Parts) -> None:
+        """Read the prompts of new rows as a whole, before the round in which they decode."""
+        reading = [(s, Reading(s.id, s.request.prompt[:-1], _scores_prompt(s))) for s in self.reading]
+        if not reading:
+            return
+        clock = Clock()
+        with clock("prefill"):
+            scores = self.rows.score([], layers=parts.features.layers, reading=[chunk for _, chunk in reading])
+        self._record_reading(reading, scores.read, parts, clock)
+
+    def _chunks(self, parts: Parts) -> list[tuple[Session, Reading]]:
+        """Choose the chunks of prompts that are read in this round, oldest request first.
+
+        Chunks begin at multiples of their size, so that a chunk's keys and values depend on its tokens alone.
+        """
+        size = self.rows.chunk
+        if size is None:
+            return []
+        chunks: list[tuple[Session, Reading]] = []
+        budget = self._prefill_budget(size)
+        for session in self.reading:
+            if session.read == 0 and not chunks:
+                self._reuse(session, parts)
+            at, stop = session.read, len(session.request.prompt) - 1
+            if chunks and self.prefixes.shares_prefix(session, [s for s, _ in chunks]):
+                break  # it can take over what is being read now
+            while at < stop and budget > 0:
+                end = min(stop, at - at % size + size)
+                chunks.append((session, Reading(session.id, session.request.prompt[at:end], _scores_prompt(session))))
+                budget -= end - at
+                at = end
+        return chunks
+
+    def _prefill_budget(self, size: int) -> int:
+        if not self.running:
+            return CHUNKS_ALONE * size
+        return max(size, self.max_prefill_tokens or 0)
+
+    def _record_reading(
+        self, reading: list[tuple[Session, Reading]], read: list[Read], parts: Parts, clock: Clock
+    ) -> None:
+        """Note what was read; a row whose prompt is read decodes from the next round on."""
+        state, total = DrafterState(parts.drafter), max(1, sum(len(chunk.tokens) for _, chunk in reading))
+        for (session, chunk), states in zip(reading, read, strict=True):
+            n = len(chunk.tokens)
+            if self.rows.chunk == n and session.read == session.whole_chunks:
+                session.whole_chunks += n
+            session.read += n
+            if states.hidden and session.request.drafter:
+                session.target_outputs = _joined(session.target_outputs, session.read, states.hidden)
+            if states.logits is not None and chunk.scored:
+                session.prompt_logprobs += _prompt_logprobs(session, session.read - n, states)
+            if session.request.drafter and state.follow(session, session.read):
+                session.target_outputs = None
+            session.stats.seconds["prefill"] += clock.seconds.get("prefill", 0.0) * n / total
+        done = {s.id for s in self.reading if s.read >= len(s.request.prompt) - 1}
+        self.running += [s for s in self.reading if s.id in done]
+        self.reading = [s for s in self.reading if s.id not in done]
+
+    def _record(self, rows: list[Session], emitted: list[Emitted], clock: Clock, *, alone: bool) -> None:
+        for session, row in zip(rows, emitted, strict=True):
+            session.stats.record_round(row.drafted, row.accepted)
+            session.target_outputs = row.target_outputs
+            self.lengths.record_draft(session, row.drafted, row.accepted)
+            for stage, seconds in clock.seconds.items():
+                session.stats.seconds[stage] += seconds / len(rows)
+        if rows and alone:
+            self.lengths.record_time(clock.seconds, [row.drafted for row in emitted])
+
+
+def _joined(before: TargetOutputs | None, stop: int, hidden: tuple[Tensor, ...]) -> TargetOutputs:
+    """Return the target's states at a prompt's tokens up to `stop`: those of earlier chunks, then these."""
+    if before is None:
+        return TargetOutputs(stop, None, hidden)
+    pairs = zip(before.hidden, hidden, strict=True)
+    return TargetOutputs(stop, None, tuple(torch.cat(pair) for pair in pairs))
+
+
+def _scores_prompt(session: Session) -> bool:
+    return session.request.prompt_logprobs is not None
+
+
+def _prompt_logprobs(session: Session, first: int, read: Read) -> list[TokenLogprobs]:
+    """Return the log-probabilities of the prompt's tokens that follow those just read."""
+    assert read.logits is not None
+    more = session.request.prompt_logprobs or 0
+    followers = session.request.prompt[first + 1 : first + 1 + len(read.logits)]
+    raw = read.logits.double().log_softmax(-1)
+    own = raw.gather(1, torch.tensor(followers, device=raw.device)[:, None])[:, 0].tolist()
+    best = raw.topk(more) if more else None
+    top = (
+        [[] for _ in followers]
+        if best is None
+        else [
+            list(zip(ids, values, strict=True))
+            for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+    )
+    return [TokenLogprobs(token, value, None, row) for token, value, row in zip(followers, own, top, strict=True)]
+
+
+def scheduler_for(
+    parts: Callable[[], Parts], limits: Limits, num_draft_tokens: int | str, max_length: int | None
+) -> Scheduler:
+    """Make a scheduler, and allocate the pools of target and drafter within the memory that they may take."""
+    model, drafter = parts().model, parts().drafter
+    pages = 0
+    if isinstance(model, PackedModel) and model.packing_refusal is None:
+        own = 2 * drafter.kv_bytes() if isinstance(drafter, CachingDrafter) else 0
+        bytes_per_token = sum(shape.bytes for shape in model.kv_shapes) + own
+        pages = pages_within(limits.kv_memory, bytes_per_token, limits.max_batch, max_length)
+    if isinstance(drafter, CachingDrafter):
+        # Twice the pages, and two for each row: a draft ends after its text, and runs must be found at once.
+        drafter.open_pool(2 * (pages + limits.max_batch))
+    return Scheduler(
+        parts,
+        open_rows(model, pages),
+        DraftLengths(num_draft_tokens, AutoLength(resolve(parts().rule) is RULES["coupled"])),
+        limits.max_batch,
+        max_length,
+        limits.max_prefill_tokens,
+    )

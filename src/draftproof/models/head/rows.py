@@ -1,0 +1,109 @@
+"""A head's rows in a KV pool: packed on a CPU, where each row attends to its own extent, gathered on a GPU."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from draftproof.core.device import to_device
+from draftproof.models.cuda_graphs import CapturedGraphs
+from draftproof.models.head.network import FittedHead, attend
+from draftproof.models.packed import PackedPass, Piece, Span
+from draftproof.models.packed import attend as attend_by_row
+from draftproof.models.pool import KVPool
+
+FULL = (("full_attention", None),)
+
+
+class HeadRows:
+    """The pool of a head: entry i of a row belongs to the target's state at token i and the embedding of token i + 1."""
+
+    def __init__(self, head: FittedHead, pages: int) -> None:
+        self._head = head
+        device = head.table.device
+        self.pool = KVPool([head.head.kv_shape], pages, device)
+        if device.type != "cpu":
+            # A gathered row is read as far as the longest: a masked slot has weight zero, and zero times NaN is NaN.
+            for buffer in (*self.pool.keys, *self.pool.values):
+                buffer.zero_()
+        self.recordings = CapturedGraphs()
+        """CUDA graphs of steps over these buffers."""
+
+    def packed_states(
+        self, tokens: Int[Tensor, " N"], h: Float[Tensor, "N H"], rows: Sequence[int], starts: Sequence[int],
+        widths: Sequence[int],
+    ) -> Float[Tensor, "N H"]:  # fmt: skip
+        """Return the states after the tokens of some rows, packed: row b has widths[b] of them, from entry starts[b] on."""
+        spans = [Span(self._start(row), at, width) for row, at, width in zip(rows, starts, widths, strict=True)]
+        this = PackedPass(tokens, spans, FULL)
+        group = self._head.head.shape.heads // self._head.head.shape.kv_heads
+        return self._packed(tokens, h, this.positions, this.slots, this.pieces(0, group, torch.float32))
+
+    def packed_level(
+        self, tokens: Int[Tensor, "B w"], h: Float[Tensor, "B w H"], rows: Sequence[int], starts: Sequence[int],
+        lineage: Bool[Tensor, "B w M"],
+    ) -> Float[Tensor, "B w H"]:  # fmt: skip
+        """Return the states after a level of each row's tree, the last w of its M nodes, which begin at starts[b]."""
+        B, w, M = lineage.shape
+        group = self._head.head.shape.heads // self._head.head.shape.kv_heads
+        pieces, slots = [], []
+        for b, (row, before) in enumerate(zip(rows, starts, strict=True)):
+            at = self._start(row)
+            visible = torch.cat([torch.ones((w, before), dtype=torch.bool), lineage[b]], 1)
+            bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).repeat(group, 1)[None, None]
+            pieces.append(Piece(slice(b * w, b * w + w), slice(at, at + before + M), w, bias))
+            slots.append(torch.arange(at + before + M - w, at + before + M))
+        positions = (torch.tensor(list(starts))[:, None] + lineage.sum(2) - 1).flatten()
+        return self._packed(tokens.flatten(), h.flatten(0, 1), positions, torch.cat(slots), pieces).view(B, w, -1)
+
+    def _packed(
+        self, tokens: Int[Tensor, " N"], h: Float[Tensor, "N H"], positions: Int[Tensor, " N"],
+        slots: Int[Tensor, " N"], pieces: Sequence[Piece],
+    ) -> Float[Tensor, "N H"]:  # fmt: skip
+        [keys], [values] = self.pool.keys, self.pool.values
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.index_copy_(0, slots, k[0].transpose(0, 1).to(keys.dtype))
+            values.index_copy_(0, slots, v[0].transpose(0, 1).to(values.dtype))
+            made = attend_by_row(pieces, q, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+            return made.transpose(1, 2)
+
+        return self._head.head.over(self._head.embedded(tokens)[None], h[None], positions[None], attention)[0]
+
+    def gathered_states(
+        self,
+        reach: int,
+        tokens: Int[Tensor, "B n"],
+        h: Float[Tensor, "B n H"],
+        positions: Int[Tensor, "B n"],
+        starts: Int[Tensor, " B"],
+        slots: Int[Tensor, "B n"] | None = None,
+        visible: Bool[Tensor, "B n S"] | None = None,
+    ) -> Float[Tensor, "B n H"]:
+        """Return the states after each row's tokens, attending to its first `reach` entries; for a GPU.
+
+        A row's keys and values are gathered from the pool: one layer's are few, and shapes stay the same.
+        """
+        [keys], [values] = self.pool.keys, self.pool.values
+        slots = positions if slots is None else slots
+        columns = torch.arange(reach, device=positions.device)
+        if visible is None:
+            visible = columns <= slots[:, :, None]
+        written = (starts[:, None] + slots).flatten()
+        # A row near the pool's end reads slots of other rows there, which are masked.
+        read = (starts[:, None] + columns).clamp_max(len(keys) - 1)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for buffer, new in ((keys, k), (values, v)):
+                buffer.index_copy_(0, written, new.transpose(1, 2).flatten(0, 1).to(buffer.dtype))
+            return attend(q, keys[read].transpose(1, 2), values[read].transpose(1, 2), visible)
+
+        return self._head.head.over(self._head.embedded(tokens), h, positions, attention)
+
+    def starts(self, rows: Sequence[int]) -> Int[Tensor, " B"]:
+        """Return the first slot of each row, on the pool's device."""
+        return to_device([self._start(row) for row in rows], self.pool.device)
+
+    def _start(self, row: int) -> int:
+        return self.pool.rows[row].extent.start
