@@ -14,7 +14,7 @@ import torch
 
 import draftproof as dp
 from draftproof.core.device import AsyncCopy
-from draftproof.engine import batch as batches
+from draftproof.engine import scheduler as batches
 from engine_checks import Found, K
 from engine_models import Scale, drafters, first_layers, numbers, small_target, tree_drafters
 

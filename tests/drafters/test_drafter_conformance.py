@@ -174,7 +174,7 @@ def test_memory_is_bounded_by_the_batch(make):
     parts = [drafter._copying, drafter._other] if isinstance(drafter, Switch) else [drafter]
     for part in parts:
         memory = getattr(part, "_memory", None)
-        assert (len(memory) if memory is not None else len(part._reader._cache.lengths)) == 3
+        assert (len(memory) if memory is not None else len(part._reader._known)) == 3
 
 
 @pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING.keys())

@@ -138,7 +138,7 @@ def test_the_cache_grows_with_the_text():
         n = len(context.tokens)
         context.tokens += [1, 2, 3, 4, 5]
         context.target_outputs = TargetOutputs(n + 4, None, tuple(torch.zeros(5, 16) for _ in trained().shape.taps))
-    assert drafter._memory._cache.capacity >= 340
+    assert drafter._memory.pool.pool.rows[context.id].extent.slots >= 340
 
 
 def test_without_states_there_is_no_draft():

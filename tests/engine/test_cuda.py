@@ -12,7 +12,7 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
-from draftproof.engine import batch as batches
+from draftproof.engine import scheduler as batches
 from draftproof.models.cuda_graphs import CapturedGraphs, GraphCache
 from draftproof.models.head.network import FittedHead
 from draftproof.models.hf import HFModel

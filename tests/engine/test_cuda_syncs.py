@@ -9,7 +9,7 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
-from draftproof.engine import batch as batches
+from draftproof.engine import scheduler as batches
 from draftproof.models.hf import HFModel
 from engine.count_syncs import SyncCounter
 from engine.tiny import PROMPT, llama, neighbour

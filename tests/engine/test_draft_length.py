@@ -15,7 +15,7 @@ from draftproof.engine.draft_length import (
     Costs,
     DecayingRate,
     DraftRecord,
-    best_length,
+    best_lengths,
 )
 from draftproof.engine.engine import Engine, Limits
 from draftproof.engine.request import Request, Session
@@ -23,6 +23,11 @@ from engine.scripted import ScriptedDrafter, cycle
 from engine.tiny import PROMPT, llama, neighbour
 
 ROUND = [1, 2, 3, 4, 5]
+
+
+def best_length(record: DraftRecord, costs: Costs) -> int:
+    [length] = best_lengths([record], costs)
+    return length
 
 
 def scripted_engine(text, **options) -> Engine:
@@ -98,7 +103,7 @@ def test_without_a_seed_the_measured_costs_decide(monkeypatch):
     for draft in (1e-4, 3.0):
         auto = AutoLength()
         for width in (1, 3, 1, 5):
-            auto.record_time({"draft": draft * (width - 1), "score": 1.0}, width, width - 1)
+            auto.record_time({"draft": draft * (width - 1), "score": 1.0}, [width - 1])
         drafted.append(best_length(record_of(0.7, 0.7), auto.measured))
     assert drafted[0] > drafted[1] == 0
 
@@ -165,3 +170,38 @@ def test_short_drafts_are_probed_with_longer_ones():
         auto.record_draft(session, length, min(length, 1))
     assert set(asked) == {1, PROBE_LENGTH}
     assert sum(costs.of_round(length) - costs.of_round(1) for length in asked) <= PROBE_BUDGET * 30
+
+
+def loaded(seconds_by_positions: dict[int, float], draft: float = 1e-4) -> Costs:
+    costs = Costs()
+    for positions, seconds in seconds_by_positions.items():
+        for _ in range(30):
+            costs.update({"score": seconds, "draft": draft}, positions, 1)
+    return costs
+
+
+def test_lengths_shrink_as_the_pass_fills_up():
+    """64 rows fill a pass: a further position costs as much as the first, and only sure tokens are worth it."""
+    costs = loaded({1: 1.0, 8: 1.2, 64: 8.0, 128: 16.0})
+    few = best_lengths([record_of(0.6, 0.6)], costs)
+    many = best_lengths([record_of(0.6, 0.6)] * 64, costs)
+    sure = best_lengths([record_of(0.95, 0.95)] * 4 + [record_of(0.1, 0.1)] * 60, costs)
+    assert few[0] >= 2
+    assert many == [0] * 64
+    assert sure[4:] == [0] * 60
+
+
+def test_a_row_that_is_sure_gets_the_tokens_that_others_would_waste():
+    costs = loaded({1: 1.0, 4: 1.1, 16: 2.0, 32: 4.0})
+    lengths = best_lengths([record_of(0.95, 0.95), record_of(0.3, 0.3)], costs)
+    assert lengths[0] > lengths[1]
+
+
+def test_probes_of_many_rows_cost_no_more_than_those_of_one():
+    auto = AutoLength(measured=loaded({1: 1.0, 64: 8.0, 66: 8.25, 128: 16.0}))
+    sessions = [Session.start(Request((1,), SamplingParams(seed=i), 90)) for i in range(64)]
+    auto.records = {session.id: record_of(0.05, 0.0) for session in sessions}
+    asked = [sum(auto.lengths(sessions)) for _ in range(200)]
+    extra = auto.measured.of_pass(66) / auto.measured.of_pass(64) - 1
+    assert sum(asked) / PROBE_LENGTH * extra <= 1.5 * PROBE_BUDGET * 200
+    assert sum(asked) > 0

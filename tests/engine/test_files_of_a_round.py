@@ -5,7 +5,7 @@ from pathlib import Path
 
 import draftproof as dp
 from draftproof.drafters.head import HeadDrafter
-from draftproof.engine import batch as batches
+from draftproof.engine import scheduler as batches
 from engine.tiny import PROMPT, llama
 from engine.tiny_heads import on_target
 

@@ -162,12 +162,19 @@ class Stale(HeadDrafter):
     """Drafts from zeros instead of the target's states."""
 
     def propose(self, contexts, k, rng):
+        self._blank(contexts)
+        return super().propose(contexts, k, rng)
+
+    def follow(self, context, length):
+        self._blank([context])
+        super().follow(context, length)
+
+    def _blank(self, contexts):
         for context in contexts:
             if (shown := context.target_outputs) is not None:
                 context.target_outputs = TargetOutputs(
                     shown.stop, None, tuple(torch.zeros_like(states) for states in shown.hidden)
                 )
-        return super().propose(contexts, k, rng)
 
 
 @dataclass(frozen=True)

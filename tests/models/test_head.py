@@ -97,18 +97,6 @@ def test_heads_that_share_keys_are_folded_in_order():
     torch.testing.assert_close(attend(q, k, v, None), torch.cat(each, 1))
 
 
-def test_a_cache_grows_and_its_rows_come_and_go():
-    embedded, h, cache = numbers(2, 6, 16), numbers(2, 6, 16, seed=1), HEAD.new_cache(2)
-    HEAD.step(embedded[:, :5], h[:, :5], span(0, 5, 2), cache)
-    cache.ensure(cache.capacity + 1)
-    cache = cache.arranged([1, None, 0])
-    assert cache.capacity == 512
-    assert not cache.keys[1].any()
-    order = torch.tensor([1, 0])
-    made = HEAD.step(embedded[:, 5:][[1, 1, 0]], h[:, 5:][[1, 1, 0]], span(5, 1, 3), cache)
-    torch.testing.assert_close(made[[0, 2]], causal(embedded, h)[order, 5:])
-
-
 def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before():
     torch.rand(3)
     assert torch.equal(Head(SHAPE, seed=4).fc.weight, Head(SHAPE, seed=4).fc.weight)

@@ -214,9 +214,9 @@ def test_a_family_that_is_not_in_our_tests_is_probed_and_served_if_it_agrees():
 
 
 class Forgetful(tf.LlamaForCausalLM):
-    """A model that ignores its mask, which a probe must find."""
+    """A model that ignores its positions, which a probe must find."""
 
-    def forward(self, input_ids=None, attention_mask=None, **inputs):
+    def forward(self, input_ids=None, position_ids=None, **inputs):
         return super().forward(input_ids, **inputs)
 
 

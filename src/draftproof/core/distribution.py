@@ -17,14 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.core.device import is_cpu
-from draftproof.core.draw import chunk_sums, draw, race_weights
+from draftproof.core.draw import chunk_sums, draw, race_weights, row_by_row
 from draftproof.core.rng import Philox, Purpose
 from draftproof.core.types import PAD
 
 LOG2_E = math.log2(math.e)
-
-ROW_BY_ROW = 64
-"""Rows up to which weights on the CPU are computed one row at a time: fewer passes over a large vocabulary."""
 
 LSE_BLOCK = 2**18
 """Logits that `log_sum_exp` processes at a time: its buffer stays in the CPU's cache."""
@@ -169,7 +166,7 @@ class Distribution:
 
         The factors are about 1. A draw does not need them, which saves a pass over the row.
         """
-        if self.logits.device.type == "cpu" and len(rows) <= ROW_BY_ROW and self.vocab is None:
+        if row_by_row(len(rows), self.logits.shape[-1], self.logits.device) and self.vocab is None:
             return self._weights_row_by_row(list(zip(rows.tolist(), positions.tolist(), strict=True)))
         place = self._part(self.logits[rows, positions], (rows, positions))
         weights, gain = powers(place.logits, place.scale, place.lse)

@@ -20,8 +20,11 @@ from draftproof.core.rng import Philox, Purpose
 CHUNK = 512
 """Tokens in a chunk. Part of the contract: another size would give other tokens for the same random numbers."""
 
-ROW_BY_ROW = 64
-"""Rows up to which a draw on the CPU handles each row by itself with numpy; above that batched torch is faster."""
+FEW_ROWS: Final = 64
+"""Rows up to which a CPU handles each row by itself, whatever the vocabulary."""
+
+LARGE_VOCABULARY: Final = 2048
+"""Tokens from which a CPU handles each row by itself: below, many rows are faster in one batch."""
 
 TRIALS: Final = 16
 """Trials before the residual is summed in full, on every device. Part of the contract, like the lane after them:
@@ -30,9 +33,18 @@ another number gives other tokens for the same seed. More trials cost a GPU more
 Row = npt.NDArray[Any]
 
 
+def row_by_row(rows: int, V: int, device: torch.device) -> bool:
+    """Return whether rows are handled one by one: on a CPU, unless there are many of a small vocabulary.
+
+    Both ways round differently in the last bit. With the vocabulary of a real model a row's bits do not depend on how
+    many rows there are.
+    """
+    return is_cpu(device) and (rows <= FEW_ROWS or V >= LARGE_VOCABULARY)
+
+
 def draw(weights: Float[Tensor, "B V"], first: Float[Tensor, " B"], second: Float[Tensor, " B"]) -> Int[Tensor, " B"]:
     """Draw one token for each row, with probability proportional to its weight; never one of weight 0."""
-    if is_cpu(weights.device) and len(weights) <= ROW_BY_ROW and weights.dtype in (torch.float32, torch.float64):
+    if row_by_row(len(weights), weights.shape[-1], weights.device) and weights.dtype in (torch.float32, torch.float64):
         numbers = first.tolist(), second.tolist()
         rows = zip(weights.numpy(), chunk_sums(weights).numpy(), *numbers, strict=True)
         return torch.tensor([pick(*row) for row in rows], dtype=torch.long)

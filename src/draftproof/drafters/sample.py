@@ -18,7 +18,7 @@ from torch import Tensor
 from draftproof import kernels
 from draftproof.core.device import is_cpu, runs_kernels, to_device
 from draftproof.core.distribution import LOG2_E, Distribution, DraftVocab, propose
-from draftproof.core.draw import ROW_BY_ROW, chunk_sums, pick
+from draftproof.core.draw import chunk_sums, pick, row_by_row
 from draftproof.core.penalties import edited_without_sync
 from draftproof.core.rng import Philox, Purpose
 from draftproof.core.sampling import SamplingParams, any_edits, warp_without_sync
@@ -40,11 +40,18 @@ class Draws:
     vocab: DraftVocab | None = None
     _device: "_KernelDraws | None" = field(default=None, init=False)
     _cpu: "_CpuDraws | None" = field(default=None, init=False)
+    _parts: "list[list[int]] | None" = field(default=None, init=False)
+    """Rows that are drawn for together, on a CPU: those with the same way of drawing."""
+    _draws: "list[Draws]" = field(default_factory=list, init=False)
 
     def __call__(
         self, logits: Float[Tensor, "B R"], histories: Sequence[History], j: int
     ) -> tuple[Distribution, Int[Tensor, " B"]]:
         """Draw each row's j-th token; return its distribution and the token."""
+        if self._parts is None:
+            self._parts = _by_sampling(self.samplings, self.rng, logits)
+        if len(self._parts) > 1:
+            return self._each_part(self._parts, logits, histories, j)
         if self.on_cpu_path(logits):
             if self._cpu is None:
                 self._cpu = _CpuDraws.of(self.samplings[0], self.rng)
@@ -58,6 +65,24 @@ class Draws:
         if self._device is None:
             self._device = _KernelDraws.of(self.samplings, self.rng, logits)
         return self._device.draw(logits, self.rng, j, self.vocab)
+
+    def _each_part(
+        self, parts: list[list[int]], logits: Float[Tensor, "B R"], histories: Sequence[History], j: int
+    ) -> tuple[Distribution, Int[Tensor, " B"]]:
+        """Draw part by part, so that a row's bits do not depend on how its neighbours are drawn for."""
+        if not self._draws:
+            rngs = [self.rng.take(torch.tensor(rows)) for rows in parts]
+            samplings = [[self.samplings[b] for b in rows] for rows in parts]
+            self._draws = [Draws(s, rng, self.vocab) for s, rng in zip(samplings, rngs, strict=True)]
+        made = [
+            draws(logits[rows], [histories[b] for b in rows], j) for draws, rows in zip(self._draws, parts, strict=True)
+        ]
+        order = torch.tensor([b for rows in parts for b in rows]).argsort()
+        # The logits of a part are its own: penalties and biases have changed them.
+        columns = zip(*((d.logits, d.scale, d.cutoff, d.lse, d.point, token) for d, token in made), strict=True)
+        edited, scale, cutoff, lse, point, tokens = (torch.cat(column)[order] for column in columns)
+        plain = all(dist.plain for dist, _ in made)
+        return Distribution(edited, scale, cutoff, lse, point, self.vocab, plain), tokens
 
     def on_cpu_path(self, logits: Float[Tensor, "B R"]) -> bool:
         """Tell whether the fast CPU path draws from these logits."""
@@ -92,15 +117,23 @@ def with_drafted(histories: list[History], samplings: Sequence[SamplingParams], 
     ]
 
 
+def _by_sampling(samplings: Sequence[SamplingParams], rng: Philox, logits: Float[Tensor, "B R"]) -> list[list[int]]:
+    """Return rows that share a way of drawing: by temperature where the fast CPU path applies, and all others."""
+    every = list(range(len(samplings)))
+    if not is_cpu(logits.device) or rng.shared or all(s.temperature == 0 for s in samplings):
+        return [every]
+    keys = [s.temperature if _only_temperature(s) else None for s in samplings]
+    return [[b for b in every if keys[b] == key] for key in dict.fromkeys(keys)]
+
+
 def cpu_path_applies(logits: Float[Tensor, "B R"], samplings: Sequence[SamplingParams], rng: Philox) -> bool:
     """Tell whether the fast CPU path applies.
 
-    It needs few float32 rows on the CPU, one temperature, no filters or penalties, and independent random numbers.
+    It needs float32 rows on the CPU, one temperature, no filters or penalties, and independent random numbers.
     """
     return (
-        is_cpu(logits.device)
+        row_by_row(len(logits), logits.shape[-1], logits.device)
         and logits.dtype == torch.float32
-        and len(samplings) <= ROW_BY_ROW
         and not rng.shared
         and all(_only_temperature(sampling) for sampling in samplings)
         and len({sampling.temperature for sampling in samplings}) == 1

@@ -39,7 +39,7 @@ OUTLIER_FACTOR: Final = 1.5
 """Factor by which one value may differ from the mean; beyond it is clipped, as one slow round is not a trend."""
 
 COMPUTE_BOUND: Final = 16
-"""Positions from which a pass is assumed to take time in proportion to them, and below which weights are what counts."""
+"""Positions from which a pass is assumed to take time in proportion to them; with fewer, reading weights dominates."""
 
 LEAST_SECONDS: Final = 1e-9
 """Seconds that a stage takes at least: a coarse clock may measure 0, and costs are divided by it."""

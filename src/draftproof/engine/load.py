@@ -28,6 +28,8 @@ def load(
     dtype: torch.dtype | None = None,
     max_batch: int = 8,
     max_length: int | None = None,
+    kv_memory: int | float = 0.25,
+    max_prefill_tokens: int | None = None,
     branches: int | None = None,
     pack: bool = True,
     graphs: bool = True,
@@ -43,6 +45,8 @@ def load(
     device, dtype     for models loaded here; default: CUDA if there is one, else the CPU in float32
     max_batch         rows that advance together; more requests wait
     max_length        most tokens of a text, prompt counted; default: the model's own limit
+    kv_memory         memory of the KV pools on a CPU: bytes, or a share of what is free; it is taken as it is used
+    max_prefill_tokens  tokens of prompts read beside decoding rows in one round; default: one chunk of 64
     branches          candidates at a node for rule="tree"; default 2 there (prompt-lookup: 1), and 1 elsewhere
     pack              lay out the weights of models loaded here for the CPU: a draft is then scored in about the time
                       of one token, for as much memory again as the output head
@@ -50,7 +54,7 @@ def load(
 
     A model object that is passed in is never altered, and stays on its device.
     """
-    limits = Limits(max_batch, max_length)
+    limits = Limits(max_batch, max_length, kv_memory, max_prefill_tokens)
     options = LoadOptions(device, dtype, pack, graphs)
     hf, loaded_tokenizer = load_model(target, options)
     tokenizer = tokenizer or loaded_tokenizer

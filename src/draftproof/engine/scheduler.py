@@ -32,6 +32,13 @@ CHUNKS_ALONE: int = 8
 """Chunks of prompts that are read in one pass while no row decodes: larger passes are hardly faster on a CPU."""
 
 
+PREFILL_PER_ROW: int = 4
+"""Tokens of prompts read in a round for each row that decodes: a round then takes about three times as long at most."""
+
+PREFILL_UNWATCHED: int = 16
+"""Tokens of prompts read in a round for each row of a full batch, while no text is streamed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits of an engine.
@@ -39,8 +46,8 @@ class Limits:
     max_batch           rows that advance together
     max_length          tokens of a text, prompt included; None: the model's own limit
     kv_memory           memory of the KV pools: bytes, or a share of what is free when the first request comes
-    max_prefill_tokens  tokens of prompts that are read beside decoding rows in one round, in whole chunks; None: one
-                        chunk, so that the others' tokens keep coming
+    max_prefill_tokens  tokens of prompts that are read in one round, in whole chunks; None: one chunk beside rows that
+                        are streamed (or 4 tokens for each, if that is more), so that their tokens keep coming
     """
 
     max_batch: int = 8
@@ -76,7 +83,7 @@ class Scheduler:
     parts               called for the parts of every round
     max_batch           rows in the pool at once, those whose prompts are being read included
     max_length          tokens that the model has positions for; None: no limit
-    max_prefill_tokens  tokens of prompts read beside decoding rows in one round, in whole chunks; None: one chunk
+    max_prefill_tokens  tokens of prompts read beside decoding rows in one round, in whole chunks; None: see `Limits`
     """
 
     parts: Callable[[], Parts]
@@ -295,11 +302,11 @@ class Scheduler:
         chunks: list[tuple[Session, Reading]] = []
         budget = self._prefill_budget(size)
         for session in self.reading:
-            if session.read == 0 and not chunks:
+            if budget <= 0 or self.prefixes.shares_prefix(session, [s for s, _ in chunks]):
+                break  # it can take over what is being read now
+            if session.read == 0:
                 self._reuse(session, parts)
             at, stop = session.read, len(session.request.prompt) - 1
-            if chunks and self.prefixes.shares_prefix(session, [s for s, _ in chunks]):
-                break  # it can take over what is being read now
             while at < stop and budget > 0:
                 end = min(stop, at - at % size + size)
                 chunks.append((session, Reading(session.id, session.request.prompt[at:end], _scores_prompt(session))))
@@ -308,9 +315,15 @@ class Scheduler:
         return chunks
 
     def _prefill_budget(self, size: int) -> int:
-        if not self.running:
-            return CHUNKS_ALONE * size
-        return max(size, self.max_prefill_tokens or 0)
+        """Return how many tokens of prompts are read in this round.
+
+        Where nobody watches the tokens come, the order of work does not matter, and large passes save overhead.
+        """
+        if self.max_prefill_tokens is not None:
+            return max(size, self.max_prefill_tokens)
+        if all(session.listener is None for session in self.running):
+            return max(CHUNKS_ALONE * size, PREFILL_UNWATCHED * self.max_batch)
+        return max(size, PREFILL_PER_ROW * len(self.running))
 
     def _record_reading(
         self, reading: list[tuple[Session, Reading]], read: list[Read], parts: Parts, clock: Clock

@@ -126,6 +126,8 @@ def _run(scheduler: Scheduler, matrix: TokenMatrix, criteria: StoppingCriteriaLi
     """Run rounds until every row has ended."""
     while not scheduler.idle:
         rounds = {matrix.row_of(session): emitted for session, emitted in scheduler.step()}
+        if not rounds:
+            continue  # prompts were read
         before = {row: len(matrix.sessions[row].tokens) for row in rounds}
         for row, emitted in rounds.items():
             matrix.sessions[row].tokens += emitted.tokens

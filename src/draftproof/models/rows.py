@@ -271,11 +271,15 @@ class RectangularRows:
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         cache = self._settled()
-        if cache is not None and list(rows) == self._rows:
-            cache.lengths = torch.tensor(list(lengths))
-        elif cache is not None:
-            index = to_device([self._rows.index(row) for row in rows], cache.lengths.device)
-            cache.lengths = cache.lengths.index_copy(0, index, to_device(list(lengths), cache.lengths.device))
+        wanted = {row: length for row, length in zip(rows, lengths, strict=True) if row not in self._entering}
+        if cache is None or not wanted:
+            return
+        if list(wanted) == self._rows:
+            cache.lengths = torch.tensor(list(wanted.values()))  # caches keep their lengths on the CPU
+            return
+        device = cache.lengths.device
+        index = to_device([self._rows.index(row) for row in wanted], device)
+        cache.lengths = cache.lengths.index_copy(0, index, to_device(list(wanted.values()), device))
 
     def score(self, blocks: Sequence[Block], *, layers: Sequence[int] = (), reading: Sequence[Reading] = ()) -> Scores:
         cache = self._settled()
@@ -321,10 +325,14 @@ class RectangularRows:
         cache.keep(torch.tensor(every, dtype=torch.long), paths)
 
     def read_on(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Float[Tensor, "b V"]:
-        self._read([Reading(row, ()) for row in rows if row in self._entering], ())
-        cache = self._settled()
-        assert cache is not None
         by_row = dict(zip(rows, texts, strict=True))
+        # New rows are read apart, up to their last tokens: in a joint pass the others would be mostly padding.
+        new = [row for row in rows if row in self._entering]
+        self._settled()
+        self._read([Reading(row, by_row[row][:-1]) for row in new], ())
+        by_row |= {row: by_row[row][-1:] for row in new}
+        cache = self._cache
+        assert cache is not None
         rest = [list(by_row.get(row, ())) for row in self._rows]
         if max(map(len, rest)) > MAX_SCORED:
             self._model(self._padded([text[:-1] for text in rest]), cache, scored=1)

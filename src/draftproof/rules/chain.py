@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core.distribution import ROW_BY_ROW, Distribution
+from draftproof.core.distribution import Distribution
+from draftproof.core.draw import row_by_row
 from draftproof.core.types import PAD, Draft, InexactError, Verdict
 
 
@@ -108,7 +109,8 @@ def weighted_excess(
     """Return max(0, w·p − q) divided by a factor per place, and the factors. All places must lie inside a draft."""
     here, gain = p.weights_at(rows, at)
     factor = weight * gain
-    if draft.q is None or draft.drawn is not None or draft.q.vocab is not None or len(rows) > ROW_BY_ROW:
+    by_row = row_by_row(len(here), here.shape[-1], here.device)
+    if draft.q is None or draft.drawn is not None or draft.q.vocab is not None or not by_row:
         here.mul_(factor.to(here.dtype)[:, None]).sub_(draft_probs(draft, rows, at, here))
         return here.clamp_min_(0), torch.ones_like(factor)
     q, q_gain = draft.q.weights_at(rows, at)

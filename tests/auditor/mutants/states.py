@@ -11,7 +11,7 @@ from auditor.mutants.world import World
 from draftproof.auditor.interface import Decoder, Sample
 from draftproof.core.sampling import SamplingParams
 from draftproof.engine.engine import Engine
-from draftproof.engine.request import TextSession
+from draftproof.engine.request import Session
 from draftproof.engine.round import Emitted
 from draftproof.models.cache import SlotCache
 from draftproof.models.hf import HFModel
@@ -126,9 +126,9 @@ def tokens_after_the_end(world: World) -> Engine:
     """Only a round's last token is checked for the end of the text: an accepted one is missed (sglang#33758)."""
 
     class Overrunning(Engine):
-        def _extend(self, text: TextSession, emitted: Emitted) -> None:
+        def _extend(self, session: Session, emitted: Emitted) -> None:
             ends, self.eos = self.eos, self.eos & set(emitted.tokens[-1:])
-            super()._extend(text, emitted)
+            super()._extend(session, emitted)
             self.eos = ends
 
     return world.engine(kind=Overrunning, eos=(END,), rule="block")
