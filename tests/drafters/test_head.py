@@ -253,7 +253,7 @@ def test_a_node_is_scored_as_if_its_path_were_the_only_one():
     """Grow three levels of two nodes in two rows of different lengths, with crossing parents."""
     head, contexts = unpacked(), [asked(TEXT, GREEDY, 0), asked(TEXT[:7], GREEDY, 1)]
     reader = HeadReader(head)
-    assert reader.receive(contexts) == [True, True]
+    assert reader.receive(contexts, 16) == [True, True]
     level = Level(reader.catch_up(contexts, [True, True], 6)[:, None], torch.zeros((2, 1, 0), dtype=torch.bool))
     tokens = torch.tensor([[[6, 1], [3, 5], [2, 0]], [[4, 7], [0, 2], [5, 5]]])
     parents = torch.tensor([[[0, 0], [1, 0], [1, 1]], [[0, 0], [0, 0], [1, 0]]])
