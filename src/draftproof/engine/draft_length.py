@@ -5,7 +5,7 @@ The choice is made before the draft, from earlier rounds alone, so it does not c
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -63,7 +63,8 @@ class AutoLength:
 
     def lengths(self, sessions: Sequence[Session]) -> list[int]:
         """Return how many tokens to draft for each row."""
-        self.records = {s.id: self.records.get(s.id) or DraftRecord() for s in sessions}
+        for session in sessions:
+            self.records.setdefault(session.id, DraftRecord())
         asked = {s.id: self._alone(self.records[s.id]) for s in sessions if self._reproduces(s)}
         free = [self.records[s.id] for s in sessions if s.id not in asked]
         together = iter(self._together(free, len(asked) + sum(asked.values())))
@@ -88,15 +89,20 @@ class AutoLength:
 
     def _probed(self, record: "DraftRecord", best: int, rows: int, extra: float) -> int:
         """Ask for a probe instead of a short draft, if the row's share of the time for probes allows it."""
-        if best >= PROBE_LENGTH:
+        record.wants_probe = best < PROBE_LENGTH
+        if not record.wants_probe:
             return record.ask(best)
-        record.rounds_since_probe += 1
-        budget = record.rounds_since_probe * PROBE_BUDGET / rows
+        budget = (record.rounds_since_probe + 1) * PROBE_BUDGET / rows
         return record.ask(PROBE_LENGTH if budget >= extra else best)
 
     def record_draft(self, session: Session, drafted: int, accepted: int) -> None:
         """Record how many tokens of one row's draft were accepted."""
         self.records.setdefault(session.id, DraftRecord()).update(drafted, accepted)
+
+    def forget(self, sessions: Iterable[int]) -> None:
+        """Drop the records of requests that have ended. One that is preempted keeps its record."""
+        for session in sessions:
+            self.records.pop(session, None)
 
     def record_time(self, seconds: dict[str, float], drafted: Sequence[int]) -> None:
         """Record the seconds by stage of a round, and how many tokens each row drafted."""
@@ -148,6 +154,8 @@ class DraftRecord:
     """Tokens drafted, of all that were asked for after a drafted one."""
     asked: int = 0
     """Draft length asked for in the current round."""
+    wants_probe: bool = False
+    """Whether fewer than `PROBE_LENGTH` tokens seemed best for the current round."""
     rounds_since_probe: int = 0
     """Rounds since at least `PROBE_LENGTH` tokens were asked for and a draft was made."""
 
@@ -164,7 +172,8 @@ class DraftRecord:
         return length
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Record the outcome of one draft. A round without a draft changes nothing."""
+        """Record the outcome of one round. One without a draft changes no rate."""
+        self.rounds_since_probe += self.wants_probe  # counted here: a row may be preempted before its round
         if not drafted:
             return
         asked = max(self.asked, drafted)
@@ -318,6 +327,10 @@ class DraftLengths:
     def record_draft(self, session: Session, drafted: int, accepted: int) -> None:
         """Record how many tokens of one row's draft were accepted."""
         self.auto.record_draft(session, drafted, accepted)
+
+    def forget(self, sessions: Iterable[int]) -> None:
+        """Drop what is known of requests that have ended."""
+        self.auto.forget(sessions)
 
     def record_time(self, seconds: dict[str, float], drafted: Sequence[int]) -> None:
         """Record the seconds by stage of a round, and how many tokens each row drafted."""

@@ -320,13 +320,16 @@ class Engine:
     def _stream(self, session: Session) -> Iterator[Chunk]:
         chunks: deque[Chunk] = deque()
         session.listener = chunks.append
+        has_ended = session.finish_reason is not None
         self._loop.submit([session])
         try:
-            while session.finish_reason is None or chunks:
-                self._loop.run_until(lambda: bool(chunks) or session.finish_reason is not None)
+            while not has_ended:  # until the last chunk is here: a thread that runs the round sets the reason before
+                self._loop.run_until(lambda: bool(chunks))
                 raise_error(session)
                 while chunks:
-                    yield chunks.popleft()
+                    chunk = chunks.popleft()
+                    has_ended = chunk.finish_reason is not None
+                    yield chunk
         finally:
             self._cancel([session] if session.finish_reason is None else [])
 
@@ -334,16 +337,17 @@ class Engine:
         """Append what a round emitted, up to the end of the text."""
         limit = self._max_length
         room = session.room if limit is None else min(session.room, limit - len(session.tokens))
-        kept, piece, session.finish_reason = cut(emitted.tokens, room, self.eos, session.stream)
+        kept, piece, reason = cut(emitted.tokens, room, self.eos, session.stream)
         session.tokens += kept
         session.stats.emitted += len(kept)
         session.logprobs += emitted.logprobs[: len(kept)]
         session.text += piece
         if emitted.deviation is not None:
             session.exact, session.deviation = False, max(session.deviation or 0.0, emitted.deviation)
-        if emitted.fault is not None and session.finish_reason is None:
-            session.finish_reason, session.cause = "error", emitted.cause
+        if emitted.fault is not None and reason is None:
+            reason, session.cause = "error", emitted.cause
             session.error = f"request {session.id}: {emitted.fault}"
+        session.finish_reason = reason  # last: other threads take the text as soon as there is a reason
         session.notify(kept)
 
     def _start(self, request: Request) -> Session:

@@ -97,9 +97,11 @@ class Loop:
             self._arriving.clear()
             self._leaving.clear()
         self.scheduler.submit(arriving)
-        for session in [*arriving, *leaving]:
-            if session in leaving and session.finish_reason is None:
+        ended = [session for session in arriving if session.finish_reason is not None]
+        for session in leaving:
+            if session.finish_reason is None:  # it may have ended in the last round
                 session.finish_reason = "cancelled"
-            if session.finish_reason is not None:
-                session.notify([])
+                ended.append(session)
+        for session in ended:
+            session.notify([])
         self.scheduler.remove(leaving)

@@ -81,7 +81,13 @@ def advance(
         for group in groups:
             part = team.part(group)
             members = [sessions[i] for i in part.index]
-            result = _decided(members, part, group.forward, rng, parts, clock)
+            try:
+                result = _decided(members, part, group.forward, rng, parts, clock)
+            except Exception as error:  # a request may bring its own rule, or one that its draft is not for
+                fault = f"its rule failed: {type(error).__name__}: {error}"
+                for i in team.index:
+                    emitted[i] = Emitted([], fault=fault, cause=error)
+                break
             with clock("commit"):
                 rows.keep([s.id for s in members], [_count(row) for row in result.tokens], result.path)
                 for b, i in enumerate(part.index):

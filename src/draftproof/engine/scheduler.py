@@ -17,7 +17,7 @@ from draftproof.core.sampling import is_whole
 from draftproof.drafters.interface import TargetOutputs
 from draftproof.drafters.pooling import CachingDrafter, DrafterState
 from draftproof.engine.draft_length import AutoLength, DraftLengths
-from draftproof.engine.prefix_cache import PrefixCache
+from draftproof.engine.prefix_cache import MOST_IDLE, PrefixCache
 from draftproof.engine.request import Session, TokenLogprobs
 from draftproof.engine.round import Clock, Emitted, Parts, advance
 from draftproof.models.extents import PAGE
@@ -110,8 +110,8 @@ class Scheduler:
         parts = self.parts()
         with current_device(parts.model.device), torch.inference_mode():
             self._admit(parts)
-            if self.rows.chunk is None:
-                self._read_whole(parts)
+            if self.rows.chunk is None and (failed := self._read_whole(parts)):
+                return failed
             lengths = self._lengths_with_room(parts)
             reading = self._chunks(parts)
             clock = Clock()
@@ -121,12 +121,10 @@ class Scheduler:
             try:
                 emitted, read = self._round(running, lengths, parts, clock, reading)
             except Exception as error:  # the pass itself failed: none of its rows can go on
-                every = [*running, *{s.id: s for s, _ in reading}.values()]
-                fault = f"the round failed: {type(error).__name__}: {error}"
-                return [(session, Emitted([], fault=fault, cause=error)) for session in every]
-            self._record_reading(reading, read, parts, clock)
+                return _failed([*running, *{s.id: s for s, _ in reading}.values()], error)
+            failed = self._record_reading(reading, read, parts, clock)
             self._record(running, emitted, clock, alone=not reading)
-            return list(zip(running, emitted, strict=True))
+            return [*zip(running, emitted, strict=True), *failed]
 
     def _round(
         self,
@@ -163,6 +161,8 @@ class Scheduler:
         for session in [s for s in (*self.reading, *self.running) if s.id in gone]:
             if self._can_stay(session):
                 self.prefixes.add(session, min(self.rows.length(session.id), len(session.tokens)))  # type: ignore[union-attr]
+                if len(self.prefixes.idle) > MOST_IDLE:
+                    self._free_prefix()
             else:
                 self.rows.leave(session.id)
                 state.forget([session.id])
@@ -173,6 +173,7 @@ class Scheduler:
         self.waiting = deque(s for s in self.waiting if s.id not in gone)
         self.reading = [s for s in self.reading if s.id not in gone]
         self.running = [s for s in self.running if s.id not in gone]
+        self.lengths.forget(gone)
 
     def clear_prefixes(self) -> None:
         """Free the pages of all idle prefixes."""
@@ -225,7 +226,7 @@ class Scheduler:
         found = self.prefixes.longest(session, [*self.running, *self.reading], self.rows)
         if found is None:
             return
-        if not DrafterState(parts.drafter).adopt(session, found.holder, found.length):
+        if session.request.drafter and not DrafterState(parts.drafter).adopt(session, found.holder, found.length):
             return
         self.rows.pool.share(found.holder, session.id, found.length)
         self.prefixes.touch(found.holder)
@@ -281,15 +282,18 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------------- reading prompts
 
-    def _read_whole(self, parts: Parts) -> None:
-        """Read the prompts of new rows as a whole, before the round in which they decode."""
+    def _read_whole(self, parts: Parts) -> list[tuple[Session, Emitted]]:
+        """Read the prompts of new rows as a whole, before the round in which they decode; return those that fail."""
         reading = [(s, Reading(s.id, s.request.prompt[:-1], _scores_prompt(s))) for s in self.reading]
         if not reading:
-            return
+            return []
         clock = Clock()
-        with clock("prefill"):
-            scores = self.rows.score([], layers=parts.features.layers, reading=[chunk for _, chunk in reading])
-        self._record_reading(reading, scores.read, parts, clock)
+        try:
+            with clock("prefill"):
+                scores = self.rows.score([], layers=parts.features.layers, reading=[chunk for _, chunk in reading])
+        except Exception as error:
+            return _failed([session for session, _ in reading], error)
+        return self._record_reading(reading, scores.read, parts, clock)
 
     def _chunks(self, parts: Parts) -> list[tuple[Session, Reading]]:
         """Choose the chunks of prompts that are read in this round, oldest request first.
@@ -302,9 +306,11 @@ class Scheduler:
         chunks: list[tuple[Session, Reading]] = []
         budget = self._prefill_budget(size)
         for session in self.reading:
-            if budget <= 0 or self.prefixes.shares_prefix(session, [s for s, _ in chunks]):
-                break  # it can take over what is being read now
+if budget <= 0:
+                break
             if session.read == 0:
+                if self.prefixes.shares_prefix(session, [s for s, _ in chunks]):
+                    break  # it can take over what is being read now
                 self._reuse(session, parts)
             at, stop = session.read, len(session.request.prompt) - 1
             while at < stop and budget > 0:
@@ -327,8 +333,12 @@ class Scheduler:
 
     def _record_reading(
         self, reading: list[tuple[Session, Reading]], read: list[Read], parts: Parts, clock: Clock
-    ) -> None:
-        """Note what was read; a row whose prompt is read decodes from the next round on."""
+    ) -> list[tuple[Session, Emitted]]:
+        """Note what was read; a row whose prompt is read decodes from the next round on.
+
+        Return the requests whose prompts the drafter failed to read.
+        """
+        failed: dict[int, tuple[Session, Emitted]] = {}
         state, total = DrafterState(parts.drafter), max(1, sum(len(chunk.tokens) for _, chunk in reading))
         for (session, chunk), states in zip(reading, read, strict=True):
             n = len(chunk.tokens)
@@ -339,12 +349,17 @@ class Scheduler:
                 session.target_outputs = _joined(session.target_outputs, session.read, states.hidden)
             if states.logits is not None and chunk.scored:
                 session.prompt_logprobs += _prompt_logprobs(session, session.read - n, states)
-            if session.request.drafter and state.follow(session, session.read):
-                session.target_outputs = None
+            try:
+                if session.request.drafter and session.id not in failed and state.follow(session, session.read):
+                    session.target_outputs = None
+            except Exception as error:  # a caller's drafter may raise anything; the request ends alone
+                fault = f"its drafter failed: {type(error).__name__}: {error}"
+                failed[session.id] = session, Emitted([], fault=fault, cause=error)
             session.stats.seconds["prefill"] += clock.seconds.get("prefill", 0.0) * n / total
         done = {s.id for s in self.reading if s.read >= len(s.request.prompt) - 1}
         self.running += [s for s in self.reading if s.id in done]
         self.reading = [s for s in self.reading if s.id not in done]
+        return list(failed.values())
 
     def _record(self, rows: list[Session], emitted: list[Emitted], clock: Clock, *, alone: bool) -> None:
         for session, row in zip(rows, emitted, strict=True):
@@ -355,6 +370,12 @@ class Scheduler:
                 session.stats.seconds[stage] += seconds / len(rows)
         if rows and alone:
             self.lengths.record_time(clock.seconds, [row.drafted for row in emitted])
+
+
+def _failed(sessions: Iterable[Session], error: Exception) -> list[tuple[Session, Emitted]]:
+    """Return what a round that failed as a whole gives to its rows."""
+    fault = f"the round failed: {type(error).__name__}: {error}"
+    return [(session, Emitted([], fault=fault, cause=error)) for session in sessions]
 
 
 def _joined(before: TargetOutputs | None, stop: int, hidden: tuple[Tensor, ...]) -> TargetOutputs:

@@ -6,7 +6,7 @@ Every request streams on its own, may be cancelled, and fails alone.
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from draftproof.core.sampling import SamplingParams, is_whole
@@ -34,6 +34,8 @@ class RequestStream:
         self._chunks: deque[Chunk] = deque()
         self._changed = Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._is_complete = session.finish_reason is not None
+        """Whether the last chunk is here; the session has its finish reason a little earlier."""
         session.listener = self._push
 
     @property
@@ -84,7 +86,7 @@ class RequestStream:
         self._service.cancel(self.id)
 
     def _has_ended(self) -> bool:
-        return self._session.finish_reason is not None
+        return self._is_complete
 
     def _is_ready(self) -> bool:
         return bool(self._chunks) or self._has_ended()
@@ -108,6 +110,7 @@ class RequestStream:
         with self._changed:
             if chunk.tokens or chunk.text or chunk.finish_reason not in (None, "error"):
                 self._chunks.append(chunk)
+            self._is_complete = chunk.finish_reason is not None
             self._changed.notify_all()
             waiters, self._waiters = self._waiters, []
         for loop, event in waiters:
@@ -133,6 +136,8 @@ class Service:
         """Why the thread ended, if it failed."""
         self._loop = engine._loop
         self._live: dict[int, Session] = {}
+        self._lock = Lock()
+        """Held while a request is submitted, so that none arrives after the last look at those that run."""
         self._is_closing = False
         self._thread = Thread(target=self._run, name="draftproof service", daemon=True)
         self._thread.start()
@@ -141,26 +146,28 @@ class Service:
         self, prompt: OnePrompt, sampling: SamplingParams | None = None, *, max_tokens: int = 256, **options: Any
     ) -> RequestStream:
         """Queue a request and return its stream. The arguments are those of `Engine.generate`, for one prompt."""
-        if not self.is_alive:
-            why = f": {type(self.failure).__name__}: {self.failure}" if self.failure is not None else ""
-            raise ServiceClosedError(f"the service does not run any more{why}")
-        if self._loop.waiting >= self.max_waiting:
-            raise QueueFullError(f"{self._loop.waiting} requests are waiting, and max_waiting={self.max_waiting}")
         session = self.engine.prepare(prompt, sampling, max_tokens=max_tokens, **options)
         stream = RequestStream(self, session)
-        self._live[session.id] = session
-        self._loop.submit([session])
+        with self._lock:
+            if not self.is_alive:
+                why = f": {type(self.failure).__name__}: {self.failure}" if self.failure is not None else ""
+                raise ServiceClosedError(f"the service does not run any more{why}")
+            if self._loop.waiting >= self.max_waiting:
+                raise QueueFullError(f"{self._loop.waiting} requests are waiting, and max_waiting={self.max_waiting}")
+            self._live[session.id] = session
+            self._loop.submit([session])
         return stream
 
     def cancel(self, request: int) -> None:
         """End a request between two rounds, where it is; one that has ended stays as it is."""
-        session = self._live.pop(request, None)
+        with self._lock:
+            session = self._live.pop(request, None)
         if session is not None:
             self._loop.cancel([session])
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and not self._is_closing
+        return self._thread.is_alive() and not self._is_closing and self.failure is None
 
     @property
     def running(self) -> int:
@@ -182,8 +189,10 @@ class Service:
 
     def close(self) -> None:
         """Cancel what runs, and end the thread."""
-        self._is_closing = True
-        self._loop.cancel(list(self._live.values()))
+        with self._lock:
+            self._is_closing = True
+            live = list(self._live.values())
+        self._loop.cancel(live)
         self._loop.wake()
         self._thread.join()
 
@@ -202,10 +211,14 @@ class Service:
             while not (self._is_closing and self._loop.is_idle):
                 self._loop.wait_for_work(lambda: self._is_closing)
                 self._loop.run_until(lambda: self._loop.is_idle)
-                self._live = {name: s for name, s in list(self._live.items()) if s.finish_reason is None}
+                with self._lock:
+                    self._live = {name: s for name, s in self._live.items() if s.finish_reason is None}
         except Exception as error:  # whatever it is, nobody may wait for ever
-            self.failure = error
-            self._end_all(list(self._live.values()), error)
+            with self._lock:
+                self.failure = error
+                live = list(self._live.values())
+            self._loop.cancel(live)  # the next round of this engine, if there is one, removes their rows
+            self._end_all(live, error)
 
     def _end_all(self, sessions: Sequence[Session], error: Exception) -> None:
         for session in sessions:

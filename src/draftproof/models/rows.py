@@ -171,7 +171,7 @@ class PooledRows:
     def score(self, blocks: Sequence[Block], *, layers: Sequence[int] = (), reading: Sequence[Reading] = ()) -> Scores:
         """Score and read in one pass; rows of a block that have one width lie side by side and make a group."""
         order = sorted((i for i, each in enumerate(reading) if len(each.tokens)), key=lambda i: reading[i].scored)
-        spans = [self._span(reading[i].row, len(reading[i].tokens)) for i in order]
+        spans = self._reading_spans([reading[i] for i in order])
         tokens = [torch.tensor(list(reading[i].tokens), dtype=torch.long) for i in order]
         unscored = sum(len(reading[i].tokens) for i in order if not reading[i].scored)
         plans = [_by_width(block) for block in blocks]
@@ -205,6 +205,19 @@ class PooledRows:
                 at = stop
             groups.append(made)
         return Scores(groups, read)
+
+    def _reading_spans(self, reading: Sequence[Reading]) -> list[Span]:
+        """Return the spans of what is read; a row's chunks follow each other, also within one pass."""
+        most: dict[int, int] = {}
+        for each in reading:
+            most[each.row] = most.get(each.row, self.length(each.row)) + len(each.tokens)
+        for row, tokens in most.items():
+            self.pool.ensure(row, tokens)  # before the first span: a row must not move between its chunks
+        spans, at = [], {row: self.length(row) for row in most}
+        for each in reading:
+            spans.append(Span(self.pool.rows[each.row].extent.start, at[each.row], len(each.tokens)))
+            at[each.row] += len(each.tokens)
+        return spans
 
     def _span(self, row: int, width: int, parents: Int[Tensor, " K"] | None = None) -> Span:
         here = self.pool.rows[row]
