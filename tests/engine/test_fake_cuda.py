@@ -10,8 +10,8 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
-from draftproof.engine import scheduler as batches
 from draftproof.engine import round as rounds_module
+from draftproof.engine import scheduler as batches
 from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import embeddings, shape_for
 from draftproof.models.hf import HFModel

@@ -92,8 +92,8 @@ def advance(
                 rows.keep([s.id for s in members], [_count(row) for row in result.tokens], result.path)
                 for b, i in enumerate(part.index):
                     emitted[i] = _emitted(b, sessions[i], result, group.forward, parts)
-    for i, error in _errors(teams):
-        emitted[i] = Emitted([], fault=f"its drafter failed: {type(error).__name__}: {error}", cause=error)
+    for i, raised in _errors(teams):
+        emitted[i] = Emitted([], fault=f"its drafter failed: {type(raised).__name__}: {raised}", cause=raised)
     return emitted, scores.read
 
 
@@ -125,7 +125,8 @@ class Team:
     def part(self, group: Group) -> "Team":
         """Return the team of a group's rows, whose drafts have one length."""
         K = group.forward.logits.shape[1] - 1
-        if len(group.members) == len(self.index) and K == self.draft.tokens.shape[1]:
+        is_whole = self.draft.tokens.shape == (len(group.members), K)
+        if is_whole:
             return self
         draft, rows = self.draft, to_device(group.members, self.draft.tokens.device)
         return Team(

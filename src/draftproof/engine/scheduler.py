@@ -306,7 +306,7 @@ class Scheduler:
         chunks: list[tuple[Session, Reading]] = []
         budget = self._prefill_budget(size)
         for session in self.reading:
-if budget <= 0:
+            if budget <= 0:
                 break
             if session.read == 0:
                 if self.prefixes.shares_prefix(session, [s for s, _ in chunks]):

@@ -27,11 +27,11 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import InexactError
 from draftproof.drafters.registry import default_branches, is_name
-from draftproof.engine.scheduler import Limits, Scheduler, scheduler_for, Encoder
 from draftproof.engine.draft_length import check_length
 from draftproof.engine.load import as_drafter
 from draftproof.engine.request import Request, Session
 from draftproof.engine.round import Emitted, parts
+from draftproof.engine.scheduler import Encoder, Limits, Scheduler, scheduler_for
 from draftproof.integrations.transformers_rows import ProcessedDistributions, TokenMatrix, apply_criteria
 from draftproof.models.fingerprint import PerModel
 from draftproof.models.interface import Model

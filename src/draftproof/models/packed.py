@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,22 +49,6 @@ class Piece(NamedTuple):
     bias: Float[Tensor, "1 1 G S"] | None
 
 
-class Stack(NamedTuple):
-    """Pieces of one shape that are attended to together: the indices of their tokens, and of their keys' slots."""
-
-    tokens: Int[Tensor, " nT"]
-    keys: Int[Tensor, " nS"]
-    pieces: int
-    bias: Float[Tensor, "1 1 G S"] | None
-
-
-STACKED_KEYS: Final = 128
-"""Keys up to which pieces of one shape are stacked: copying so few takes less time than a call of its own."""
-
-STACKED_PIECES: Final = 4
-"""Pieces of one shape from which they are stacked."""
-
-
 @dataclass(slots=True)
 class PackedPass:
     """The tokens of a pass, span after span, and what each may attend to.
@@ -75,7 +59,7 @@ class PackedPass:
     tokens: Int[Tensor, " N"]
     spans: Sequence[Span]
     kinds: Sequence[tuple[str, int | None]]
-    _pieces: dict[tuple[int, int], "list[Piece | Stack]"] = field(default_factory=dict)
+    _pieces: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
 
     @property
     def slots(self) -> Int[Tensor, " N"]:
@@ -95,26 +79,17 @@ class PackedPass:
         """
         return {kind: torch.ones((1, 1, 1, i + 1), dtype=torch.bool) for i, (kind, _) in enumerate(self.kinds)}
 
-    def pieces(self, kind: int, group: int, dtype: torch.dtype) -> "list[Piece | Stack]":
+    def pieces(self, kind: int, group: int, dtype: torch.dtype) -> list[Piece]:
         """Return the spans as layers of a kind attend to them; made once for all layers of the kind.
 
         `group` is the number of query heads that share keys: they are folded into one longer query.
         """
         if (kind, group) not in self._pieces:
             stops = accumulate(span.width for span in self.spans)
-            places = list(zip(self.spans, stops, strict=True))
-            alike: dict[tuple[int, int], list[tuple[Span, int]]] = {}
-            for span, stop in places:
-                if span.stop <= STACKED_KEYS and span.parents is None:
-                    alike.setdefault((span.before, span.width), []).append((span, stop))
-            stacked = {shape: rows for shape, rows in alike.items() if len(rows) >= STACKED_PIECES}
-            made: list[Piece | Stack] = [_stack(rows, *self.kinds[kind], group, dtype) for rows in stacked.values()]
-            made += [
+            self._pieces[kind, group] = [
                 _piece(span, stop, *self.kinds[kind], group, dtype)
-                for span, stop in places
-                if span.parents is not None or (span.before, span.width) not in stacked
+                for span, stop in zip(self.spans, stops, strict=True)
             ]
-            self._pieces[kind, group] = made
         return self._pieces[kind, group]
 
 
@@ -130,15 +105,6 @@ def _piece(span: Span, stop: int, kind: str, size: int | None, group: int, dtype
         first = span.before // size * size if kind == "chunked_attention" else max(0, span.before - size + 1)
     keys = slice(span.start + first, span.start + span.stop)
     return Piece(slice(stop - span.width, stop), keys, span.width, _bias(span, first, kind, size, group, dtype))
-
-
-def _stack(rows: list[tuple[Span, int]], kind: str, size: int | None, group: int, dtype: torch.dtype) -> Stack:
-    """Stack the spans of one shape, given with where each ends in the pass: their keys and biases have one shape, too."""
-    one = _piece(*rows[0], kind, size, group, dtype)
-    first = one.keys.start - rows[0][0].start
-    tokens = np.concatenate([np.arange(stop - span.width, stop) for span, stop in rows])
-    keys = np.concatenate([np.arange(span.start + first, span.start + span.stop) for span, _ in rows])
-    return Stack(torch.from_numpy(tokens), torch.from_numpy(keys), len(rows), one.bias)
 
 
 def _bias(
@@ -182,7 +148,7 @@ def packed_attention(
 
 
 def attend(
-    pieces: "Sequence[Piece | Stack]",
+    pieces: Sequence[Piece],
     query: Float[Tensor, "1 h N d"],
     keys: Float[Tensor, "1 g S d"],
     values: Float[Tensor, "1 g S e"],
@@ -194,23 +160,13 @@ def attend(
     heads, shared = query.shape[1], keys.shape[1]
     out = query.new_empty(1, query.shape[2], heads, values.shape[3])
     for piece in pieces:
-        n = 1
-        if isinstance(piece, Stack):
-            n = piece.pieces
-            # In the pool's memory order: the kernels below round differently for another one.
-            q, k, v = (
-                x[0].transpose(0, 1)[index].unflatten(0, (n, -1)).transpose(1, 2)
-                for x, index in ((query, piece.tokens), (keys, piece.keys), (values, piece.keys))
-            )
-        else:
-            q, k, v = query[:, :, piece.tokens], keys[:, :, piece.keys], values[:, :, piece.keys]
-        folded = q.reshape(n, shared, -1, query.shape[3])
+        k, v = keys[:, :, piece.keys], values[:, :, piece.keys]
+        folded = query[:, :, piece.tokens].reshape(1, shared, -1, query.shape[3])
         if softcap is None and sinks is None:
             attended = scaled_dot_product_attention(folded, k, v, attn_mask=piece.bias, scale=scaling)
         else:
             attended = _attended_with_extras(folded, k, v, piece.bias, scaling, softcap, sinks)
-        by_token = attended.reshape(n, heads, -1, values.shape[3]).transpose(1, 2)
-        out[:, piece.tokens] = by_token.reshape(1, -1, heads, values.shape[3])
+        out[:, piece.tokens] = attended.reshape(1, heads, piece.width, -1).transpose(1, 2)
     return out
 
 

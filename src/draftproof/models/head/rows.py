@@ -9,7 +9,7 @@ from torch import Tensor
 from draftproof.core.device import to_device
 from draftproof.models.cuda_graphs import CapturedGraphs
 from draftproof.models.head.network import FittedHead, attend
-from draftproof.models.packed import PackedPass, Piece, Span, Stack
+from draftproof.models.packed import PackedPass, Piece, Span
 from draftproof.models.packed import attend as attend_by_row
 from draftproof.models.pool import KVPool
 
@@ -59,7 +59,7 @@ class HeadRows:
 
     def _packed(
         self, tokens: Int[Tensor, " N"], h: Float[Tensor, "N H"], positions: Int[Tensor, " N"],
-        slots: Int[Tensor, " N"], pieces: "Sequence[Piece | Stack]",
+        slots: Int[Tensor, " N"], pieces: Sequence[Piece],
     ) -> Float[Tensor, "N H"]:  # fmt: skip
         [keys], [values] = self.pool.keys, self.pool.values
 
