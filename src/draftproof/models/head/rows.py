@@ -17,7 +17,7 @@ FULL = (("full_attention", None),)
 
 
 class HeadRows:
-    """The pool of a head: entry i of a row belongs to the target's state at token i and the embedding of token i + 1."""
+    """The pool of a head: a row's entry i belongs to the target's state at token i and the embedding of token i + 1."""
 
     def __init__(self, head: FittedHead, pages: int) -> None:
         self._head = head
@@ -34,7 +34,7 @@ class HeadRows:
         self, tokens: Int[Tensor, " N"], h: Float[Tensor, "N H"], rows: Sequence[int], starts: Sequence[int],
         widths: Sequence[int],
     ) -> Float[Tensor, "N H"]:  # fmt: skip
-        """Return the states after the tokens of some rows, packed: row b has widths[b] of them, from entry starts[b] on."""
+        """Return the states after the tokens of some rows, packed: widths[b] tokens of row b, from entry starts[b] on."""
         spans = [Span(self._start(row), at, width) for row, at, width in zip(rows, starts, widths, strict=True)]
         this = PackedPass(tokens, spans, FULL)
         group = self._head.head.shape.heads // self._head.head.shape.kv_heads
