@@ -328,4 +328,5 @@ def test_on_a_gpu_the_drafts_are_those_of_the_cpu(branches):
     assert draft.tokens[:, :K].tolist() == expected.tokens.tolist()
     assert bool((draft.tokens[:, K:] == PAD).all())
     if branches == 1:
-        torch.testing.assert_close(draft.q.probs().cpu(), expected.q.probs(), atol=1e-4, rtol=1e-3)
+        real = torch.arange(K) < expected.lengths[:, None]
+        torch.testing.assert_close(draft.q.probs().cpu()[real], expected.q.probs()[real], atol=1e-4, rtol=1e-3)

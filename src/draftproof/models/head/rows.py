@@ -34,7 +34,7 @@ class HeadRows:
         self, tokens: Int[Tensor, " N"], h: Float[Tensor, "N H"], rows: Sequence[int], starts: Sequence[int],
         widths: Sequence[int],
     ) -> Float[Tensor, "N H"]:  # fmt: skip
-        """Return the states after the tokens of some rows, packed: widths[b] tokens of row b, from entry starts[b] on."""
+        """Return the states after the tokens of some rows, packed: widths[b] of row b, from entry starts[b] on."""
         spans = [Span(self._start(row), at, width) for row, at, width in zip(rows, starts, widths, strict=True)]
         this = PackedPass(tokens, spans, FULL)
         group = self._head.head.shape.heads // self._head.head.shape.kv_heads
