@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.core.device import is_cpu
-from draftproof.core.draw import chunk_sums, draw, race_weights, row_by_row
+from draftproof.core.draw import chunk_sums, draw, exp2_by_row_, race_weights, row_by_row
 from draftproof.core.rng import Philox, Purpose
 from draftproof.core.types import PAD
 
@@ -181,7 +181,7 @@ class Distribution:
         gains = [
             power_(out, self.logits[b, j], scale[b][j], lse[b][j]) for out, (b, j) in zip(weights, places, strict=True)
         ]
-        weights.exp2_()
+        exp2_by_row_(weights)
         if not self.plain:
             cutoff, point = self.cutoff.tolist(), self.point.tolist()
             for n, (b, j) in enumerate(places):
@@ -296,7 +296,8 @@ def log_sum_exp(
     buffer, totals = torch.empty_like(logits[:step]), [peak.new_empty(0, dtype=torch.float64)]
     for start in range(0, len(logits), step):
         rows = logits[start : start + step]
-        dense = torch.add(offset[start : start + step, None], rows, alpha=slope, out=buffer[: len(rows)]).exp2_()
+        dense = torch.add(offset[start : start + step, None], rows, alpha=slope, out=buffer[: len(rows)])
+        exp2_by_row_(dense)
         if cutoff is not None:
             dense.masked_fill_(rows < cutoff[start : start + step, None], 0.0)
         totals.append(chunk_sums(dense).double().sum(-1))

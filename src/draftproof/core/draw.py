@@ -26,6 +26,9 @@ FEW_ROWS: Final = 64
 LARGE_VOCABULARY: Final = 2048
 """Tokens from which a CPU handles each row by itself: below, many rows are faster in one batch."""
 
+WHOLE_VECTORS: Final = 64
+"""Numbers in a multiple of all vectors that a CPU computes with, loops unrolled."""
+
 TRIALS: Final = 16
 """Trials before the residual is summed in full, on every device. Part of the contract, like the lane after them:
 another number gives other tokens for the same seed. More trials cost a GPU more than a sum that many programs share."""
@@ -40,6 +43,19 @@ def row_by_row(rows: int, V: int, device: torch.device) -> bool:
     many rows there are.
     """
     return is_cpu(device) and (rows <= FEW_ROWS or V >= LARGE_VOCABULARY)
+
+
+def exp2_by_row_(x: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+    """Compute 2^x in place, so that a row's bits do not depend on the other rows.
+
+    torch computes what is left over after whole vectors with another function, up to one bit apart. Where rows are not
+    whole vectors, each is a call of its own, unless the vocabulary is small.
+    """
+    if x.shape[-1] % WHOLE_VECTORS == 0 or not row_by_row(FEW_ROWS + 1, x.shape[-1], x.device):
+        return x.exp2_()
+    for row in x:
+        row.exp2_()
+    return x
 
 
 def draw(weights: Float[Tensor, "B V"], first: Float[Tensor, " B"], second: Float[Tensor, " B"]) -> Int[Tensor, " B"]:

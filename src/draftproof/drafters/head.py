@@ -33,8 +33,8 @@ from draftproof.models.pool import PoolFull, SavedRow
 MAX_BATCHED: Final = 16
 """Positions up to which rows are read in one batch; a longer row is read alone, because the others would be padding."""
 
-ROOM: Final = 256
-"""Entries that a new row has room for after its text."""
+ROOM: Final = 32
+"""Entries that a new row has room for after its text; it grows with it."""
 
 LEAST_TOKENS: Final = 2**16
 """Tokens in the pool of a head: beside a target on a GPU, or without an engine."""
@@ -78,6 +78,9 @@ class HeadDrafter:
 
     def suspend(self, request: int) -> None:
         self._memory.suspend(request)
+
+    def rest(self, request: int) -> None:
+        self._memory.rest(request)
 
     def forget(self, requests: Sequence[int]) -> None:
         self._memory.drop(requests)
@@ -309,6 +312,12 @@ class HeadReader:
         if name in self._rows and name not in self._saved:
             self.pool.pool.rows[name].length = self._rows[name].read
             self._saved[name] = self.pool.pool.save(name)
+
+    def rest(self, name: int) -> None:
+        """Free the room after a row's text."""
+        if name in self._rows and name not in self._saved:
+            self.pool.pool.rows[name].length = self._rows[name].read
+            self.pool.pool.trim(name)
 
     def drop(self, names: Sequence[int]) -> None:
         """Forget the rows of these requests."""

@@ -24,8 +24,8 @@ from draftproof.models.interface import Model
 from draftproof.models.pool import PoolFull, SavedRow
 from draftproof.models.rows import PackedModel, PooledRows, Reading, RectangularRows, open_rows
 
-ROOM: Final = 256
-"""Tokens that a new row has room for after its text."""
+ROOM: Final = 32
+"""Tokens that a new row has room for after its text; it grows with it."""
 
 UNMANAGED_TOKENS: Final = 2**16
 """Tokens in the pool of a drafter that is used without an engine."""
@@ -82,6 +82,9 @@ class ModelDrafter:
 
     def suspend(self, request: int) -> None:
         self._reader.suspend(request)
+
+    def rest(self, request: int) -> None:
+        self._reader.rest(request)
 
     def forget(self, requests: Sequence[int]) -> None:
         self._reader.drop(requests)
@@ -240,6 +243,15 @@ class Reader:
         self._receive_drafted()
         if name in self._known and name not in self._saved and isinstance(self.rows, PooledRows):
             self._saved[name] = self.rows.save(name)
+
+    def rest(self, name: int) -> None:
+        """Free the room after a row's text; drafted tokens are dropped."""
+        self._receive_drafted()
+        row = self._known.get(name)
+        if row is not None and name not in self._saved and isinstance(self.rows, PooledRows):
+            row.drafted = []
+            self.rows.truncate([name], [min(row.read, self.rows.length(name))])
+            self.rows.pool.trim(name)
 
     def drop(self, names: Sequence[int]) -> None:
         """Forget the rows of these requests."""

@@ -30,6 +30,9 @@ class CachingDrafter(Protocol):
     def suspend(self, request: int) -> None:
         """Free the pool of a request's row, and keep its state until the request is back."""
 
+    def rest(self, request: int) -> None:
+        """Free the room after the text of a request that has ended; its row stays as an idle prefix until `forget`."""
+
     def forget(self, requests: Sequence[int]) -> None:
         """Drop what is known of requests that do not come back."""
 
@@ -58,6 +61,9 @@ class DrafterState:
 
     def suspend(self, request: int) -> None:
         self._tell("suspend", request)
+
+    def rest(self, request: int) -> None:
+        self._tell("rest", request)
 
     def forget(self, requests: Sequence[int]) -> None:
         self._tell("forget", requests)

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftproof import kernels
 from draftproof.core.device import is_cpu, runs_kernels, to_device
 from draftproof.core.distribution import LOG2_E, Distribution, DraftVocab, propose
-from draftproof.core.draw import chunk_sums, pick, row_by_row
+from draftproof.core.draw import chunk_sums, exp2_by_row_, pick, row_by_row
 from draftproof.core.penalties import edited_without_sync
 from draftproof.core.rng import Philox, Purpose
 from draftproof.core.sampling import SamplingParams, any_edits, warp_without_sync
@@ -186,7 +186,7 @@ class _CpuDraws:
         """Draw each row's j-th token; return its distribution and the token."""
         peaks = logits.amax(-1)
         offsets = peaks * -self.slope
-        weights = torch.add(offsets[:, None], logits, alpha=self.slope).exp2_()
+        weights = exp2_by_row_(torch.add(offsets[:, None], logits, alpha=self.slope))
         sums = chunk_sums(weights).numpy()
         rows = zip(weights.numpy(), sums, self._uniforms(j), strict=True)
         entries = torch.tensor([pick(row, chunks, *pair) for row, chunks, pair in rows])

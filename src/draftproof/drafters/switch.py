@@ -55,6 +55,10 @@ class Switch:
         for drafter in self._both:
             DrafterState(drafter).suspend(request)
 
+    def rest(self, request: int) -> None:
+        for drafter in self._both:
+            DrafterState(drafter).rest(request)
+
     def forget(self, requests: Sequence[int]) -> None:
         for drafter in self._both:
             DrafterState(drafter).forget(requests)

@@ -160,7 +160,7 @@ class Scheduler:
         state = DrafterState(self.parts().drafter)
         for session in [s for s in (*self.reading, *self.running) if s.id in gone]:
             if self._can_stay(session):
-                self.prefixes.add(session, min(self.rows.length(session.id), len(session.tokens)))  # type: ignore[union-attr]
+                self._rest(session, state)
                 if len(self.prefixes.idle) > MOST_IDLE:
                     self._free_prefix()
             else:
@@ -174,6 +174,15 @@ class Scheduler:
         self.reading = [s for s in self.reading if s.id not in gone]
         self.running = [s for s in self.running if s.id not in gone]
         self.lengths.forget(gone)
+
+    def _rest(self, session: Session, state: DrafterState) -> None:
+        """Keep a row as an idle prefix, without the room after its text."""
+        assert isinstance(self.rows, PooledRows)
+        length = min(self.rows.length(session.id), len(session.tokens))
+        self.rows.truncate([session.id], [length])
+        self.rows.pool.trim(session.id)
+        state.rest(session.id)
+        self.prefixes.add(session, length)
 
     def clear_prefixes(self) -> None:
         """Free the pages of all idle prefixes."""

@@ -114,11 +114,13 @@ class KVPool:
         self._copy(self.rows[source].extent, self.rows[row].extent, length)
         self.rows[row].length = length
 
-    def rename(self, row: int, name: int, length: int) -> None:
-        """Hand a row and the first `length` tokens of it on to another name, without copying."""
-        here = self.rows.pop(row)
-        here.length = length
-        self.rows[name] = here
+    def trim(self, row: int) -> None:
+        """Free the pages after a row's tokens."""
+        here = self.rows[row]
+        spare = here.extent.pages - pages_for(here.length)
+        if spare > 0:
+            here.extent = Extent(here.extent.first, here.extent.pages - spare)
+            self.extents.give(Extent(here.extent.end, spare))
 
     @torch.inference_mode()
     def move_path(self, row: int, kept: Sequence[int]) -> None:
