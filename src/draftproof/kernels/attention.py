@@ -87,8 +87,8 @@ def decode_attention(
     sinks         [heads]: a score for each head that takes a share of the attention and has no value (GPT-OSS)
     alibi_slopes  [heads]: subtract slope · distance in positions from the scores (the slope of a model that scales its
                   bias like the dot products is to be scaled by the caller)
-    ancestors     [B, T, T] bool, or [B, T] int64 bits (`ancestor_bits`): the tokens of this pass that each token attends
-                  to, its own included; None: all before it and itself
+    ancestors     [B, T, T] bool, or [B, T] int64 bits (`ancestor_bits`): the tokens of this pass that each token
+                  attends to, itself included; None: all before it and itself
     positions     [B, T]: positions of the tokens in a tree, for `window`, `chunk` and `alibi_slopes`; None: lengths + t
 
     The result of a row does not depend on the other rows or on their number, and is the same bits in every run. It does
@@ -163,8 +163,8 @@ class AttentionCall(NamedTuple):
         query = self.query
         if query.ndim != 4 or query.dtype not in DTYPES or query.stride(-1) != 1:
             raise ValueError(
-                "query must be [B, T, heads, size], of float32, bfloat16 or float16, with its last axis contiguous; got "
-                f"{query.dtype} {list(query.shape)} with strides {query.stride()}"
+                "query must be [B, T, heads, size], of float32, bfloat16 or float16, with its last axis contiguous; "
+                f"got {query.dtype} {list(query.shape)} with strides {query.stride()}"
             )
         if query.shape[1] > MOST_WIDTH or query.shape[3] > MOST_SIZE:
             raise ValueError(
@@ -194,7 +194,8 @@ def _check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtypes: t
     if x is not None and (tuple(x.shape) != shape or x.dtype not in dtypes or not x.is_contiguous()):
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
-            f"{name} must be {wanted} {list(shape)} and contiguous; got {x.dtype} {list(x.shape)} with strides {x.stride()}"
+            f"{name} must be {wanted} {list(shape)} and contiguous; got {x.dtype} {list(x.shape)} with strides "
+            f"{x.stride()}"
         )
 
 

@@ -74,6 +74,8 @@ def _visible(ancestors: Tensor | None, lengths: Tensor, j: Tensor, T: int) -> Te
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Return weights [B, heads, T, S], 0 for a token that attends to nothing; a sink takes a share and has no value."""
     if sinks is None:
-        return torch.softmax(scores, -1).nan_to_num(0.0) if bool(scores.isneginf().all(-1).any()) else scores.softmax(-1)
+        return (
+            torch.softmax(scores, -1).nan_to_num(0.0) if bool(scores.isneginf().all(-1).any()) else scores.softmax(-1)
+        )
     column = sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
