@@ -96,10 +96,9 @@ def make(
     if "tree" in variants:
         ancestors = random_tree(B, T, generator, device)
         options |= {"ancestors": ancestors, "positions": long[:, None] + ancestors.sum(2) - 1}
-    return Pass(
-        normal(B, T, heads, size).to(dtype), keys.to(dtype), values.to(dtype), torch.tensor(starts, device=device), long,
-        None if widths is None else torch.tensor(widths, device=device), options,
-    )  # fmt: skip
+    query = normal(B, T, heads, size).to(dtype)
+    wide = None if widths is None else torch.tensor(widths, device=device)
+    return Pass(query, keys.to(dtype), values.to(dtype), torch.tensor(starts, device=device), long, wide, options)
 
 
 def random_pass(seed: int, *, most: int, rows: int, T: int, device: str, heads: int = 6, size: int = 16) -> Pass:

@@ -26,14 +26,13 @@ def decode_attention_reference(
     Arguments are those of `draftproof.kernels.attention.decode_attention`. Every row reads as many slots as the longest
     one, on any device; the lengths are read on the host.
     """
-    B, T, heads, _ = query.shape
-    group = heads // keys.shape[1]
+    T, kv_heads = query.shape[1], keys.shape[1]
     widths = torch.full_like(lengths, T) if widths is None else widths
     ends = torch.where(widths > 0, lengths + widths, 0)
     j = torch.arange(max(int(ends.max()), 1), device=query.device)
     slots = starts[:, None] + torch.minimum(j, (ends[:, None] - 1).clamp(min=0))  # [B, S]
-    row_keys, row_values = (x[slots].repeat_interleave(group, 2).to(query.dtype) for x in (keys, values))
-    scores = torch.einsum("bthd,bshd->bhts", query, row_keys) * scale
+    grouped = query.unflatten(2, (kv_heads, -1))  # [B, T, kv heads, group, size]
+    scores = scale * torch.einsum("btkgd,bskd->bkgts", grouped, keys[slots].to(query.dtype)).flatten(1, 2)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     t = torch.arange(T, device=query.device)
@@ -48,8 +47,8 @@ def decode_attention_reference(
     if chunk is not None:
         visible &= token_positions[:, :, None] // chunk == key_positions[:, None, :] // chunk
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
-    weights = _softmax(scores, sinks)
-    return torch.einsum("bhts,bshd->bthd", weights, row_values)
+    weights = _softmax(scores, sinks).unflatten(1, (kv_heads, -1))
+    return torch.einsum("bkgts,bskd->btkgd", weights, values[slots].to(query.dtype)).flatten(2, 3)
 
 
 def _key_positions(token_positions: Tensor, lengths: Tensor, j: Tensor) -> Tensor:
@@ -74,8 +73,6 @@ def _visible(ancestors: Tensor | None, lengths: Tensor, j: Tensor, T: int) -> Te
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Return weights [B, heads, T, S], 0 for a token that attends to nothing; a sink takes a share and has no value."""
     if sinks is None:
-        return (
-            torch.softmax(scores, -1).nan_to_num(0.0) if bool(scores.isneginf().all(-1).any()) else scores.softmax(-1)
-        )
+        return torch.where(scores.isneginf().all(-1, keepdim=True), 0.0, scores.softmax(-1))
     column = sinks.to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
