@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/attention_gpu.py --out benchmarks/results/attention_gpu.json
     PYTHONPATH=src python benchmarks/attention_gpu.py --markdown                   # print that file; needs no GPU
 
-Heads as in Llama 3 8B: 32 for queries, 8 for keys, of size 128, bfloat16. A CUDA graph holds many calls on different
-slots of a pool, together several times the L2 cache, so that every call finds it cold; the time is that of a replay
+Heads as in Llama 3 8B: 32 for queries, 8 for keys, of size 128, bfloat16. A CUDA graph holds many calls, each with a
+pool of its own, together several times the L2 cache, so that every call finds it cold; the time is that of a replay
 divided by the number of calls, median of many replays. All rows of a call have the same length.
 """
 
@@ -106,19 +106,22 @@ class Inputs:
     query: Tensor
     keys: Tensor
     values: Tensor
-    starts: list[Tensor]
+    starts: Tensor
     lengths: Tensor
+
+    def pools(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the pool of each call, as layers have them."""
+        yield from zip(self.keys, self.values, strict=True)
 
 
 def inputs(case: Case) -> Inputs:
-    """Make random inputs: one pool, and for each call other slots of it."""
+    """Make random inputs: a pool for each call."""
     dtype, extent = getattr(torch, case.dtype), case.context + case.T
     calls = int(min(max(COLD // bytes_read(case), 2), MOST_CALLS))
-    shape = calls * case.B * extent, case.kv_heads, case.size
+    shape = calls, case.B * extent, case.kv_heads, case.size
     keys, values = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
     query = torch.randn(case.B, case.T, case.heads, case.size, device="cuda", dtype=dtype)
-    first = torch.arange(case.B, device="cuda") * extent
-    starts = [first + n * case.B * extent for n in range(calls)]
+    starts = torch.arange(case.B, device="cuda") * extent
     return Inputs(query, keys, values, starts, torch.full((case.B,), case.context, device="cuda"))
 
 
@@ -127,8 +130,8 @@ def ours(case: Case, given: Inputs) -> Callable[[], None]:
     options = options_of(case, "cuda")
 
     def run() -> None:
-        for starts in given.starts:
-            decode_attention(given.query, given.keys, given.values, starts, given.lengths, **options)
+        for keys, values in given.pools():
+            decode_attention(given.query, keys, values, given.starts, given.lengths, **options)
 
     return run
 
@@ -147,7 +150,7 @@ def sdpa(case: Case, given: Inputs) -> Callable[[], None] | None:
     attend = partial(torch.nn.functional.scaled_dot_product_attention, query, attn_mask=mask)
 
     def run() -> None:
-        for n in range(len(given.starts)):
+        for n in range(len(keys)):
             attend(keys[n], values[n])
 
     return run
@@ -157,10 +160,10 @@ def measure(case: Case, *, beside: bool = True) -> dict[str, Any]:
     """Measure a case; `beside`: torch's time too."""
     given = inputs(case)
     line = {**asdict(case), "floor": round(bytes_read(case) / BANDWIDTH, 2)}
-    line["time"] = round(median_of_replays(ours(case, given), len(given.starts)), 2)
+    line["time"] = round(median_of_replays(ours(case, given), len(given.keys)), 2)
     line["ratio"] = round(line["time"] / line["floor"], 2)
     if beside and (theirs := sdpa(case, given)) is not None:
-        line["sdpa"] = round(median_of_replays(theirs, len(given.starts), 10), 1)
+        line["sdpa"] = round(median_of_replays(theirs, len(given.keys), 10), 1)
     return line
 
 

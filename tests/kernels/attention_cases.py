@@ -16,7 +16,7 @@ from draftproof.kernels.attention import decode_attention
 from draftproof.kernels.attention_reference import decode_attention_reference
 
 VARIANTS = ("window", "chunk", "softcap", "sinks", "alibi", "tree")
-ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 """Relative error of rounding to a type: half an ulp."""
 
 if triton.knobs.runtime.interpret:

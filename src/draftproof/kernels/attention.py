@@ -27,26 +27,32 @@ LEAST_ROWS: Final = 16
 MOST_ROWS: Final = 64
 """Rows of a query tile: at least those of a tensor core's instruction, and at most those of a Hopper instruction."""
 
-KEYS_PER_ROW: Final = 8
-"""Keys of a split for each row of a query tile, at least: writing and reading the split's sums then takes at most a
-quarter of the time of reading its keys and values."""
+LEAST_KEYS: Final = 256
+"""Keys of a split, at least. Shorter ones are faster for a single row of a thousand tokens and slower for all others:
+at 64 query rows, writing and reading the sums of 256 keys takes half as long as reading the keys and values."""
+
+MOST_SPLITS: Final = 256
+"""Splits of a row over all its key heads, at most: two programs for each multiprocessor of an H200. It is the same for
+all batches, so that the result of a row does not depend on the batch."""
 
 TILE_BYTES: Final = 32768
-"""Keys and values loaded at a time by a program."""
+"""Keys and values loaded at a time by a program: with two of them in flight, two programs fit a multiprocessor."""
 
 STAGES: Final = 3
-"""Tiles in flight in a program, the one in use counted in."""
+"""Steps of the software pipeline: two tiles in flight, one in use."""
 
 WARPS: Final = 4
 WIDE_WARPS: Final = 8
 WIDE: Final = 64 * 128
 """Sums of a query tile (rows · value size), above which 4 warps run out of registers."""
 
-PROGRAMS: Final = 8 * MULTIPROCESSORS
+MERGE_WARPS: Final = 1
+
+PROGRAMS: Final = 16 * MULTIPROCESSORS
 """Programs of a launch, about; large batches have more, as a row has LEAST_PROGRAMS for each key head at least."""
 
-LEAST_PROGRAMS: Final = 4
-"""Programs for a row and key head, at least: one long row in a large batch would take as long as a program does."""
+LEAST_PROGRAMS: Final = 8
+"""Programs for a row and key head, at least: a long row in a large batch would otherwise be the last to end."""
 
 for _kernel in (attend, merge):
     getattr(_kernel, "cache_key", None)  # after the kernels of `launch`, for the reason given there
@@ -91,8 +97,8 @@ def decode_attention(
                   attends to, itself included; None: all before it and itself
     positions     [B, T]: positions of the tokens in a tree, for `window`, `chunk` and `alibi_slopes`; None: lengths + t
 
-    The result of a row does not depend on the other rows or on their number, and is the same bits in every run. It does
-    depend on T: see `_tile_rows`.
+    The result of a row has the same bits in every run, whatever the other rows and their number. In a pass of another
+    width T, a token's last bits may differ.
     """
     if ancestors is not None and ancestors.dtype == torch.bool:
         ancestors = ancestor_bits(ancestors)
@@ -274,7 +280,7 @@ def plan_attention(call: AttentionCall, out: Tensor, *, overlap: bool) -> list[S
     B, T, heads, size = call.query.shape
     kv_heads, value_size = call.values.shape[1:]
     traits = _traits(call, overlap)
-    splits = _splits(call, traits["LEAST"])
+    splits = _splits(call)
     lines = B * heads * T * splits if splits > 1 else 1
     sums = torch.empty(lines * value_size, dtype=torch.float32, device=out.device)
     stats = torch.empty(lines * 2, dtype=torch.float32, device=out.device)
@@ -295,40 +301,31 @@ def plan_attention(call: AttentionCall, out: Tensor, *, overlap: bool) -> list[S
     warps = WIDE_WARPS if traits["ROWS"] * traits["VALUE_SIZE"] > WIDE else WARPS
     steps = [Step(attend, (kv_heads * tiles, min(programs, splits), B), (batch,), warps, kind)]
     if splits > 1:
-        steps.append(Step(merge, (T * call.group, kv_heads, B), (batch,), 2, kind))
+        steps.append(Step(merge, (T * call.group, kv_heads, B), (batch,), MERGE_WARPS, kind))
     return steps
 
 
-def _tile_rows(call: AttentionCall) -> int:
-    """Return the rows of a query tile.
-
-    The shortest split grows with it, so that the same token may have other last bits in a wider pass.
-    """
-    rows = call.query.shape[1] * call.group
-    return min(max(_power_of_2(rows), LEAST_ROWS), MOST_ROWS)
-
-
-def _splits(call: AttentionCall, least: int) -> int:
+def _splits(call: AttentionCall) -> int:
     """Return the splits of a row, at most: a single long row fills the device, whatever the batch."""
     capacity = call.keys.shape[0] if call.capacity is None else min(call.capacity, call.keys.shape[0])
     for limit in (call.window, call.chunk):
         # keys of earlier passes inside the limit of any token of this pass, and the pass
         capacity = capacity if limit is None else min(capacity, limit + call.query.shape[1])
-    return max(1, min(2 * MULTIPROCESSORS // call.keys.shape[1], -(-capacity // least)))
+    return max(1, min(MOST_SPLITS // call.keys.shape[1], capacity // LEAST_KEYS))
 
 
 def _traits(call: AttentionCall, overlap: bool) -> dict[str, int]:
     """Return the compile-time constants of a call."""
     size, value_size = call.keys.shape[2], call.values.shape[2]
     padded, value_padded = (max(_power_of_2(n), LEAST_ROWS) for n in (size, value_size))
-    rows = _tile_rows(call)
+    rows = min(max(_power_of_2(call.query.shape[1] * call.group), LEAST_ROWS), MOST_ROWS)
     keys = TILE_BYTES // (2 * max(padded, value_padded) * call.keys.element_size())
     by_position = call.window is not None or call.chunk is not None or call.alibi_slopes is not None
     return {
         "GROUP": call.group,
         "ROWS": rows,
         "KEYS": min(max(keys, 16), 128),
-        "LEAST": rows * KEYS_PER_ROW,
+        "LEAST": LEAST_KEYS,
         "SIZE": padded,
         "SIZE_PADDED": padded > size,
         "VALUE_SIZE": value_padded,

@@ -30,9 +30,12 @@ def decode_attention_reference(
     widths = torch.full_like(lengths, T) if widths is None else widths
     ends = torch.where(widths > 0, lengths + widths, 0)
     j = torch.arange(max(int(ends.max()), 1), device=query.device)
-    slots = starts[:, None] + torch.minimum(j, (ends[:, None] - 1).clamp(min=0))  # [B, S]
+    there = j < ends[:, None]  # [B, S]
+    slots = torch.where(there, starts[:, None] + j, 0)
+    # what lies after a row may be NaN, which a weight of 0 keeps
+    row_keys, row_values = (x[slots].to(query.dtype).masked_fill(~there[:, :, None, None], 0) for x in (keys, values))
     grouped = query.unflatten(2, (kv_heads, -1))  # [B, T, kv heads, group, size]
-    scores = scale * torch.einsum("btkgd,bskd->bkgts", grouped, keys[slots].to(query.dtype)).flatten(1, 2)
+    scores = scale * torch.einsum("btkgd,bskd->bkgts", grouped, row_keys).flatten(1, 2)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     t = torch.arange(T, device=query.device)
@@ -41,14 +44,14 @@ def decode_attention_reference(
     distance = token_positions[:, :, None] - key_positions[:, None, :]  # [B, T, S]
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.to(scores)[:, None, None] * distance[:, None]
-    visible = _visible(ancestors, lengths, j, T) & (j < ends[:, None])[:, None] & (t < widths[:, None])[:, :, None]
+    visible = _visible(ancestors, lengths, j, T) & there[:, None] & (t < widths[:, None])[:, :, None]
     if window is not None:
         visible &= distance < window
     if chunk is not None:
         visible &= token_positions[:, :, None] // chunk == key_positions[:, None, :] // chunk
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     weights = _softmax(scores, sinks).unflatten(1, (kv_heads, -1))
-    return torch.einsum("bkgts,bskd->btkgd", weights, values[slots].to(query.dtype)).flatten(2, 3)
+    return torch.einsum("bkgts,bskd->btkgd", weights, row_values).flatten(2, 3)
 
 
 def _key_positions(token_positions: Tensor, lengths: Tensor, j: Tensor) -> Tensor:

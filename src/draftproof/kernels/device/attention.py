@@ -20,6 +20,7 @@ MERGED = tl.constexpr(32)  # splits that a merge loads at a time
 class Span(NamedTuple):
     """The keys that a row attends to, and how they are split."""
 
+    start: Any  # slot of the first key
     length: Any  # keys of earlier passes
     width: Any  # tokens of this pass
     low: Any  # first key inside the window or chunk of any token
@@ -51,14 +52,13 @@ def attend(batch):
     if batch.traits.OVERLAP:
         cuda.gdc_launch_dependents()
     b = tl.program_id(2).to(tl.int64)
+    kv_head, tile = tl.program_id(0) % batch.sizes.kv_heads, tl.program_id(0) // batch.sizes.kv_heads
+    query = _load_query(batch, b, kv_head, tile)  # does not wait for the length of the row
     span = _span(batch, b)
     first = tl.program_id(1) * span.splits // tl.num_programs(1)
     stop = (tl.program_id(1) + 1) * span.splits // tl.num_programs(1)
     if first < stop:
-        kv_head = tl.program_id(0) % batch.sizes.kv_heads
-        tile = tl.program_id(0) // batch.sizes.kv_heads
         rows = _query_rows(batch, b, span, kv_head, tile)
-        query = _load_query(batch, b, span, rows)
         for split in range(first, stop):
             peak, total, sums = _attend_split(batch, b, span, rows, query, kv_head, split)
             if span.splits == 1:
@@ -77,21 +77,22 @@ def merge(batch):
     if batch.traits.OVERLAP:
         cuda.gdc_wait()
     if span.splits > 1:
-        peak = tl.full([1], FAR, tl.float32)
+        e = tl.arange(0, batch.traits.VALUE_SIZE)
+        peak, total = tl.full([1], FAR, tl.float32), tl.zeros([1], tl.float32)
+        sums = tl.zeros([1, batch.traits.VALUE_SIZE], tl.float32)
         for at in range(0, span.splits, MERGED):
-            tops, _ = _load_stats(batch, b, kv_head, number, at, span.splits)
-            peak = tl.maximum(peak, tl.max(tops, 0))
-        d = tl.arange(0, batch.traits.VALUE_SIZE)
-        total, sums = tl.zeros([1], tl.float32), tl.zeros([1, batch.traits.VALUE_SIZE], tl.float32)
-        for at in range(0, span.splits, MERGED):
-            tops, totals = _load_stats(batch, b, kv_head, number, at, span.splits)
-            weights = fast_exp2(tops - peak)
             split = at + tl.arange(0, MERGED)
             line = _line(batch, b, kv_head, split, number)
-            there = (split < span.splits)[:, None] & (d < batch.sizes.value_size)[None, :]
-            part = tl.load(batch.sums + line[:, None] * batch.sizes.value_size + d[None, :], mask=there, other=0.0)
-            total += tl.sum(weights * totals, 0)
-            sums += tl.sum(weights[:, None] * part, 0)[None, :]
+            there = split < span.splits
+            peaks = tl.load(batch.stats + line * 2, mask=there, other=FAR)
+            totals = tl.load(batch.stats + line * 2 + 1, mask=there, other=0.0)
+            part = batch.sums + line[:, None] * batch.sizes.value_size + e[None, :]
+            part = tl.load(part, mask=there[:, None] & (e < batch.sizes.value_size)[None, :], other=0.0)
+            top = tl.maximum(peak, tl.max(peaks, 0))
+            weights, before = fast_exp2(peaks - top), fast_exp2(peak - top)
+            total = total * before + tl.sum(weights * totals, 0)
+            sums = sums * before[:, None] + tl.sum(weights[:, None] * part, 0)[None, :]
+            peak = top
         group = batch.traits.GROUP
         rows = QueryRows(number, number // group, kv_head * group + number % group, number, number, number)
         _write_result(batch, b, rows, _finish(batch, rows, peak, total, sums))
@@ -101,17 +102,17 @@ def merge(batch):
 @no_type_check
 def _span(batch, b):
     """Return the keys that row b attends to, and their splits."""
-    length = tl.load(batch.lengths + b).to(tl.int32)
+    start, length = tl.load(batch.starts + b).to(tl.int64), tl.load(batch.lengths + b).to(tl.int32)
     tokens = int_size(batch.sizes.T)
     width = tokens
     if batch.traits.RAGGED:
         width = tl.minimum(tl.load(batch.widths + b).to(tl.int32), tokens)
     end = tl.where(width > 0, length + width, 0)
     low = tl.minimum(_low(batch, b, length, width), end)
-    per_split = tl.cdiv(tl.cdiv(end - low, int_size(batch.sizes.splits)), batch.traits.KEYS) * batch.traits.KEYS
-    per_split = tl.maximum(per_split, batch.traits.LEAST)
-    splits = tl.maximum(tl.cdiv(end - low, per_split), 1)
-    return Span(length, width, low, end, per_split, splits)
+    splits = tl.minimum(tl.maximum((end - low) // batch.traits.LEAST, 1), int_size(batch.sizes.splits))
+    per_split = tl.cdiv(tl.cdiv(end - low, splits), batch.traits.KEYS) * batch.traits.KEYS
+    splits = tl.maximum(tl.cdiv(end - low, tl.maximum(per_split, 1)), 1)
+    return Span(start, length, width, low, end, per_split, splits)
 
 
 @triton.jit
@@ -134,11 +135,28 @@ def _low(batch, b, length, width):
 
 @triton.jit
 @no_type_check
+def _tokens_and_heads(batch, kv_head, tile):
+    """Return number, token and head of each row of a tile."""
+    number = tile * batch.traits.ROWS + tl.arange(0, batch.traits.ROWS)
+    return number, number // batch.traits.GROUP, kv_head * batch.traits.GROUP + number % batch.traits.GROUP
+
+
+@triton.jit
+@no_type_check
+def _load_query(batch, b, kv_head, tile):
+    """Load the queries of a tile, [ROWS, SIZE]; those of padding tokens may be anything, their scores are masked."""
+    _, token, head = _tokens_and_heads(batch, kv_head, tile)
+    d = tl.arange(0, batch.traits.SIZE)
+    line = b * batch.strides.query + token * batch.strides.query_token + head * batch.strides.query_head
+    there = (token < int_size(batch.sizes.T))[:, None] & (d < batch.sizes.size)[None, :]
+    return tl.load(batch.query + line[:, None] + d[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+@no_type_check
 def _query_rows(batch, b, span, kv_head, tile):
     """Return the query tokens and heads of a tile."""
-    number = tile * batch.traits.ROWS + tl.arange(0, batch.traits.ROWS)
-    token = number // batch.traits.GROUP
-    head = kv_head * batch.traits.GROUP + number % batch.traits.GROUP
+    number, token, head = _tokens_and_heads(batch, kv_head, tile)
     real = token < span.width
     position, last, ancestors = span.length + token, span.length + token, token
     at = b * int_size(batch.sizes.T) + token
@@ -152,44 +170,38 @@ def _query_rows(batch, b, span, kv_head, tile):
 
 @triton.jit
 @no_type_check
-def _load_query(batch, b, span, rows):
-    """Load the queries of a tile, [ROWS, SIZE]."""
-    d = tl.arange(0, batch.traits.SIZE)
-    line = b * batch.strides.query + rows.token * batch.strides.query_token + rows.head * batch.strides.query_head
-    there = (rows.token < span.width)[:, None] & (d < batch.sizes.size)[None, :]
-    return tl.load(batch.query + line[:, None] + d[None, :], mask=there, other=0.0)
-
-
-@triton.jit
-@no_type_check
 def _attend_split(batch, b, span, rows, query, kv_head, split):
     """Return the largest score of each tile row in a split, the sum of exponentials and that of weighted values."""
     begin = span.low + split * span.per_split
     end = tl.minimum(begin + span.per_split, span.end)
-    start = tl.load(batch.starts + b).to(tl.int64)
     keys = batch.key_pool + kv_head * batch.strides.key_head
     values = batch.value_pool + kv_head * batch.strides.value_head
     d, e = tl.arange(0, batch.traits.SIZE), tl.arange(0, batch.traits.VALUE_SIZE)
     peak = tl.full([batch.traits.ROWS], FAR, tl.float32)
-    total = tl.zeros([batch.traits.ROWS], tl.float32)
+    # in small tiles, warps share the rows: adding up over keys is cheaper once in the end than at every step
+    LATE: tl.constexpr = batch.traits.ROWS < 64
+    totals = tl.zeros([batch.traits.ROWS, batch.traits.KEYS if LATE else 1], tl.float32)
     sums = tl.zeros([batch.traits.ROWS, batch.traits.VALUE_SIZE], tl.float32)
     for at in tl.range(begin, end, batch.traits.KEYS, num_stages=batch.traits.STAGES):
         j = at + tl.arange(0, batch.traits.KEYS)
         # after the last key it is loaded again: what follows it in the pool may be NaN, which a weight of 0 keeps
         next_key = tl.minimum(j, span.end - 1) - at
-        key_at = keys + (start + at) * batch.strides.key + (next_key[None, :] * batch.strides.key + d[:, None])
+        key_at = next_key[None, :] * batch.strides.key + d[:, None]
+        key_at = keys + (span.start + at) * batch.strides.key + key_at
         key = _load(key_at, (d < batch.sizes.size)[:, None], batch.traits.SIZE_PADDED)
         scores = _dot(query, key, tl.zeros([batch.traits.ROWS, batch.traits.KEYS], tl.float32))
         scores = _biased(batch, b, span, rows, j, scores)
         top = tl.maximum(peak, tl.max(scores, 1))
         weights = fast_exp2(scores - top[:, None])
         before = fast_exp2(peak - top)
-        value_at = values + (start + at) * batch.strides.value + (next_key[:, None] * batch.strides.value + e[None, :])
+        value_at = (
+            values + (span.start + at) * batch.strides.value + (next_key[:, None] * batch.strides.value + e[None, :])
+        )
         value = _load(value_at, (e < batch.sizes.value_size)[None, :], batch.traits.VALUE_PADDED)
-        total = total * before + tl.sum(weights, 1)
+        totals = totals * before[:, None] + (weights if LATE else tl.sum(weights, 1)[:, None])
         sums = _dot(weights.to(value.dtype), value, sums * before[:, None])
         peak = top
-    return peak, total, sums
+    return peak, tl.sum(totals, 1), sums
 
 
 @triton.jit
@@ -259,7 +271,7 @@ def _finish(batch, rows, peak, total, sums):
         before = fast_exp2(peak - top)
         total = total * before + fast_exp2(sink - top)
         sums = sums * before[:, None]
-    return sums / tl.where(total != 0, total, 1.0)[:, None]
+    return sums * (1.0 / tl.where(total != 0, total, 1.0))[:, None]
 
 
 @triton.jit
@@ -282,16 +294,6 @@ def _write_split(batch, b, rows, kv_head, split, peak, total, sums):
     tl.store(batch.sums + line[:, None] * size + e[None, :], sums, mask=there[:, None] & (e < size)[None, :])
     tl.store(batch.stats + line * 2, peak, mask=there)
     tl.store(batch.stats + line * 2 + 1, total, mask=there)
-
-
-@triton.jit
-@no_type_check
-def _load_stats(batch, b, kv_head, number, at, splits):
-    """Return the largest score and the sum of exponentials of MERGED splits from `at` on."""
-    split = at + tl.arange(0, MERGED)
-    line = _line(batch, b, kv_head, split, number)
-    peak = tl.load(batch.stats + line * 2, mask=split < splits, other=FAR)
-    return peak, tl.load(batch.stats + line * 2 + 1, mask=split < splits, other=0.0)
 
 
 @triton.jit
