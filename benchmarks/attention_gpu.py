@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/attention_gpu.py --out benchmarks/results/attention_gpu.json
     PYTHONPATH=src python benchmarks/attention_gpu.py --markdown                   # print that file; needs no GPU
+    PYTHONPATH=src python benchmarks/attention_gpu.py --check                      # a million rows, graphs, determinism
 
 Heads as in Llama 3 8B: 32 for queries, 8 for keys, of size 128, bfloat16. A CUDA graph holds many calls, each with a
 pool of its own, together several times the L2 cache, so that every call finds it cold; the time is that of a replay
@@ -11,11 +12,15 @@ divided by the number of calls, median of many replays. All rows of a call have 
 import argparse
 import json
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 import triton
@@ -24,6 +29,7 @@ from torch import Tensor
 from draftproof.kernels.attention import AttentionCall, ancestor_bits, decode_attention, plan_attention
 from draftproof.kernels.compile import Step, compile_step
 from gpu_compile import PROCESSES, side_by_side
+from kernels import attention_claims
 from verify_gpu import launch_alone, median_of_replays
 
 COLD = 256e6
@@ -44,6 +50,8 @@ class Case:
     kv_heads: int = 8
     size: int = 128
     dtype: str = "bfloat16"
+    capacity: int = 0
+    """Most tokens of a row, as the engine would say; 0: those it has."""
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -73,12 +81,14 @@ CASES = [
     *(Case(B, 5, 4096, variant) for variant in VARIANTS if variant != "plain" for B in (1, 8, 32, 128)),
     *(Case(B, 5, 4096, **shape) for shape in OTHER_MODELS.values() for B in (1, 8, 32)),
     Case(8, 1, 4096, dtype="float32"),
+    *(Case(B, 5, 128, capacity=131072) for B in (1, 32, 128)),
 ]
 
 
 def options_of(case: Case, device: str) -> dict[str, Any]:
     """Return the options of a call."""
-    options: dict[str, Any] = {"scale": case.size**-0.5, "capacity": case.context + case.T, **VARIANTS[case.variant]}
+    options: dict[str, Any] = {"scale": case.size**-0.5, "capacity": case.capacity or case.context + case.T}
+    options |= VARIANTS[case.variant]
     if "sinks" in options:
         options["sinks"] = torch.randn(case.heads, device=device)
     if "alibi_slopes" in options:
@@ -199,7 +209,7 @@ def markdown(lines: list[dict[str, Any]]) -> str:
     text = ["| variant | T | context | B | µs | read once | × | torch |", "|---|---|---|---|---|---|---|---|"]
     for line in lines:
         plain = Case(line["B"], line["T"], line["context"])
-        shape = [f"{name} {line[name]}" for name in ("heads", "kv_heads", "size", "dtype")
+        shape = [f"{name} {line[name]}" for name in ("heads", "kv_heads", "size", "dtype", "capacity")
                  if line[name] != getattr(plain, name)]  # fmt: skip
         name = ", ".join(([line["variant"]] if line["variant"] != "plain" or not shape else []) + shape)
         cells = [name, *(line[key] for key in ("T", "context", "B", "time", "floor", "ratio")), line.get("sdpa", "")]
@@ -207,18 +217,46 @@ def markdown(lines: list[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
+def check(rows: int = 1_200_000) -> dict[str, Any]:
+    """Check all claims; the rows by several processes, which compile the many kernels side by side."""
+    command = [sys.executable, __file__, "--rows", str(rows // PROCESSES)]
+    parts = [subprocess.Popen([*command, str(1000 * n)], stdout=subprocess.PIPE, text=True) for n in range(PROCESSES)]
+    outputs = [part.communicate()[0] for part in parts]
+    if failed := [n for n, part in enumerate(parts) if part.returncode]:
+        raise RuntimeError(f"parts {failed} of the rows failed")
+    results = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return {
+        "rows": sum(result["rows"] for result in results),
+        "passes": sum(result["passes"] for result in results),
+        "largest error over its bound": max(result["largest error over its bound"] for result in results),
+        "long rows": attention_claims.long_rows(),
+        "graph replay": attention_claims.graph_replay(),
+        "determinism": attention_claims.determinism(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention_gpu.json"))
     parser.add_argument("--markdown", action="store_true", help="print --out instead of measuring")
+    parser.add_argument("--check", action="store_true", help="compare with the reference instead of measuring")
+    parser.add_argument("--rows", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--compile", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.markdown:
         return print(markdown(json.loads(options.out.read_text())["lines"]))
+    if options.rows:
+        return print(json.dumps(attention_claims.many_rows(*options.rows)))
+    if options.check:
+        made: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+        made["checks"] = check()
+        print(made["checks"])
+        options.out.write_text(json.dumps(made, indent=1) + "\n")
+        return None
     if options.compile:
         return compile_part(*options.compile)
     side_by_side(__file__, PROCESSES)
-    made: dict[str, Any] = {
+    made = {
         "command": "python benchmarks/attention_gpu.py",
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},

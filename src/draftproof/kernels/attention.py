@@ -25,7 +25,9 @@ MOST_SIZE: Final = 256
 
 LEAST_ROWS: Final = 16
 MOST_ROWS: Final = 64
-"""Rows of a query tile: at least those of a tensor core's instruction, and at most those of a Hopper instruction."""
+MOST_FLOAT32_ROWS: Final = 32
+"""Rows of a query tile: at least those of a tensor core's instruction, and at most those of a Hopper instruction. float32
+is multiplied without tensor cores; with 64 rows, ptxas gives it 7 KB of stack and the kernel fails."""
 
 LEAST_KEYS: Final = 256
 """Keys of a split, at least. Shorter ones are faster for a single row of a thousand tokens and slower for all others:
@@ -318,7 +320,8 @@ def _traits(call: AttentionCall, overlap: bool) -> dict[str, int]:
     """Return the compile-time constants of a call."""
     size, value_size = call.keys.shape[2], call.values.shape[2]
     padded, value_padded = (max(_power_of_2(n), LEAST_ROWS) for n in (size, value_size))
-    rows = min(max(_power_of_2(call.query.shape[1] * call.group), LEAST_ROWS), MOST_ROWS)
+    most = MOST_FLOAT32_ROWS if call.keys.dtype == torch.float32 else MOST_ROWS
+    rows = min(max(_power_of_2(call.query.shape[1] * call.group), LEAST_ROWS), most)
     keys = TILE_BYTES // (2 * max(padded, value_padded) * call.keys.element_size())
     by_position = call.window is not None or call.chunk is not None or call.alibi_slopes is not None
     return {
