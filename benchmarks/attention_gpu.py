@@ -183,8 +183,7 @@ def plans(cases: list[Case]) -> Iterator[list[Step]]:
     for case in cases:
         options, dtype = options_of(case, "cuda"), getattr(torch, case.dtype)
         query = torch.empty(case.B, case.T, case.heads, case.size, dtype=dtype, device="cuda")
-        pool = torch.empty(1, dtype=dtype, device="cuda").expand(2**22, case.kv_heads, case.size)
-        pool = pool.as_strided(pool.shape, (case.kv_heads * case.size, case.size, 1))
+        pool = torch.empty(8192, case.kv_heads, case.size, dtype=dtype, device="cuda")
         numbers = torch.empty(case.B, dtype=torch.long, device="cuda")
         call = AttentionCall(
             query, pool, pool, numbers, numbers, None, options["scale"], options["capacity"],

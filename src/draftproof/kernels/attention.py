@@ -26,8 +26,8 @@ MOST_SIZE: Final = 256
 LEAST_ROWS: Final = 16
 MOST_ROWS: Final = 64
 MOST_FLOAT32_ROWS: Final = 32
-"""Rows of a query tile: at least those of a tensor core's instruction, and at most those of a Hopper instruction. float32
-is multiplied without tensor cores; with 64 rows, ptxas gives it 7 KB of stack and the kernel fails."""
+"""Rows of a query tile: at least those of a tensor core's instruction, and at most those of a Hopper instruction.
+float32 is multiplied without tensor cores; with 64 rows, ptxas gives it 7 KB of stack and the kernel fails."""
 
 LEAST_KEYS: Final = 256
 """Keys of a split, at least. Shorter ones are faster for a single row of a thousand tokens and slower for all others:
@@ -49,11 +49,12 @@ WIDE: Final = 64 * 128
 """Sums of a query tile (rows · value size), above which 4 warps run out of registers."""
 
 MERGE_WARPS: Final = 1
+"""Warps of a program that merges the splits of one token and head."""
 
-PROGRAMS: Final = 16 * MULTIPROCESSORS
+PROGRAMS: Final = 8 * MULTIPROCESSORS
 """Programs of a launch, about; large batches have more, as a row has LEAST_PROGRAMS for each key head at least."""
 
-LEAST_PROGRAMS: Final = 8
+LEAST_PROGRAMS: Final = 4
 """Programs for a row and key head, at least: a long row in a large batch would otherwise be the last to end."""
 
 for _kernel in (attend, merge):
@@ -234,7 +235,7 @@ class Strides(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """Compile-time constants of the kernels, each a constexpr. What is off costs nothing."""
+    """Compile-time constants of the kernels. What is off costs nothing."""
 
     GROUP: Any  # query heads that share a key head
     ROWS: Any  # rows of a query tile
@@ -296,11 +297,11 @@ def plan_attention(call: AttentionCall, out: Tensor, *, overlap: bool) -> list[S
     numbers = (kv_heads, size, value_size, call.window or 0, call.chunk or 0)
     strides = Strides(*call.query.stride()[:3], *call.keys.stride()[:2], *call.values.stride()[:2])
     sizes = Sizes(float(T), float(splits), *numbers, call.scale * factor, call.softcap or 0.0)
-    batch = Batch(*pointers, strides=strides, sizes=sizes, traits=_constants(tuple(traits.values())))
-    kind = kind_of(tuple(traits.values()), pointers, (*strides, *numbers))
-    tiles = -(-T * call.group // traits["ROWS"])
+    batch = Batch._make((*pointers, strides, sizes, _constants(traits)))
+    kind = kind_of(traits, pointers, (*strides, *numbers))
+    tiles = -(-T * call.group // traits.ROWS)
     programs = max(PROGRAMS // (B * kv_heads * tiles), LEAST_PROGRAMS)
-    warps = WIDE_WARPS if traits["ROWS"] * traits["VALUE_SIZE"] > WIDE else WARPS
+    warps = WIDE_WARPS if traits.ROWS * traits.VALUE_SIZE > WIDE else WARPS
     steps = [Step(attend, (kv_heads * tiles, min(programs, splits), B), (batch,), warps, kind)]
     if splits > 1:
         steps.append(Step(merge, (T * call.group, kv_heads, B), (batch,), MERGE_WARPS, kind))
@@ -316,40 +317,40 @@ def _splits(call: AttentionCall) -> int:
     return max(1, min(MOST_SPLITS // call.keys.shape[1], capacity // LEAST_KEYS))
 
 
-def _traits(call: AttentionCall, overlap: bool) -> dict[str, int]:
-    """Return the compile-time constants of a call."""
+def _traits(call: AttentionCall, overlap: bool) -> Traits:
+    """Return the compile-time constants of a call, as numbers."""
     size, value_size = call.keys.shape[2], call.values.shape[2]
     padded, value_padded = (max(_power_of_2(n), LEAST_ROWS) for n in (size, value_size))
     most = MOST_FLOAT32_ROWS if call.keys.dtype == torch.float32 else MOST_ROWS
     rows = min(max(_power_of_2(call.query.shape[1] * call.group), LEAST_ROWS), most)
     keys = TILE_BYTES // (2 * max(padded, value_padded) * call.keys.element_size())
     by_position = call.window is not None or call.chunk is not None or call.alibi_slopes is not None
-    return {
-        "GROUP": call.group,
-        "ROWS": rows,
-        "KEYS": min(max(keys, 16), 128),
-        "LEAST": LEAST_KEYS,
-        "SIZE": padded,
-        "SIZE_PADDED": padded > size,
-        "VALUE_SIZE": value_padded,
-        "VALUE_PADDED": value_padded > value_size,
-        "STAGES": STAGES,
-        "RAGGED": call.widths is not None,
-        "WINDOWED": call.window is not None,
-        "CHUNKED": call.chunk is not None,
-        "CAPPED": call.softcap is not None,
-        "SINKS": call.sinks is not None,
-        "ALIBI": call.alibi_slopes is not None,
-        "TREE": call.ancestors is not None,
-        "PLACED": call.positions is not None and by_position,
-        "OVERLAP": overlap,
-    }
+    return Traits(
+        GROUP=call.group,
+        ROWS=rows,
+        KEYS=min(max(keys, 16), 128),
+        LEAST=LEAST_KEYS,
+        SIZE=padded,
+        SIZE_PADDED=padded > size,
+        VALUE_SIZE=value_padded,
+        VALUE_PADDED=value_padded > value_size,
+        STAGES=STAGES,
+        RAGGED=call.widths is not None,
+        WINDOWED=call.window is not None,
+        CHUNKED=call.chunk is not None,
+        CAPPED=call.softcap is not None,
+        SINKS=call.sinks is not None,
+        ALIBI=call.alibi_slopes is not None,
+        TREE=call.ancestors is not None,
+        PLACED=call.positions is not None and by_position,
+        OVERLAP=overlap,
+    )
 
 
 @lru_cache(maxsize=256)
-def _constants(values: tuple[int, ...]) -> Traits:
+def _constants(traits: Traits) -> Traits:
     """Return the traits as constexprs."""
-    return Traits(*(constant(int(value)) for value in values))
+    return Traits(*(constant(int(value)) for value in traits))
 
 
 def _power_of_2(n: int) -> int:

@@ -186,17 +186,15 @@ def _attend_split(batch, b, span, rows, query, kv_head, split):
         j = at + tl.arange(0, batch.traits.KEYS)
         # after the last key it is loaded again: what follows it in the pool may be NaN, which a weight of 0 keeps
         next_key = tl.minimum(j, span.end - 1) - at
-        key_at = next_key[None, :] * batch.strides.key + d[:, None]
-        key_at = keys + (span.start + at) * batch.strides.key + key_at
+        slot = span.start + at
+        key_at = keys + slot * batch.strides.key + (next_key[None, :] * batch.strides.key + d[:, None])
         key = _load(key_at, (d < batch.sizes.size)[:, None], batch.traits.SIZE_PADDED)
         scores = _dot(query, key, tl.zeros([batch.traits.ROWS, batch.traits.KEYS], tl.float32))
         scores = _biased(batch, b, span, rows, j, scores)
         top = tl.maximum(peak, tl.max(scores, 1))
         weights = fast_exp2(scores - top[:, None])
         before = fast_exp2(peak - top)
-        value_at = (
-            values + (span.start + at) * batch.strides.value + (next_key[:, None] * batch.strides.value + e[None, :])
-        )
+        value_at = values + slot * batch.strides.value + (next_key[:, None] * batch.strides.value + e[None, :])
         value = _load(value_at, (e < batch.sizes.value_size)[None, :], batch.traits.VALUE_PADDED)
         totals = totals * before[:, None] + (weights if LATE else tl.sum(weights, 1)[:, None])
         sums = _dot(weights.to(value.dtype), value, sums * before[:, None])
