@@ -1,4 +1,4 @@
-"""Compile decode attention for one compute capability, and print each kernel's name and shared memory. Needs no GPU."""
+"""Compile decode attention for one compute capability, and print each kernel and its shared memory. Needs no GPU."""
 
 import sys
 
