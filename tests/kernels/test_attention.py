@@ -49,7 +49,7 @@ WRONG = {
     "window left out": (("window",), lambda given: {"window": None}),
     "chunk one too long": (("chunk",), lambda given: {"chunk": given.options["chunk"] + 1}),
     "softcap left out": (("softcap",), lambda given: {"softcap": None}),
-    "softcap 5 % larger": (("softcap",), lambda given: {"softcap": given.options["softcap"] * 1.05}),
+    "softcap 20 % larger": (("softcap",), lambda given: {"softcap": given.options["softcap"] * 1.2}),
     "sinks left out": (("sinks",), lambda given: {"sinks": None}),
     "sinks of other heads": (("sinks",), lambda given: {"sinks": given.options["sinks"].roll(1)}),
     "slopes left out": (("alibi",), lambda given: {"alibi_slopes": None}),
