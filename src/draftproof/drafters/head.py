@@ -50,7 +50,7 @@ class HeadDrafter:
         check_share("confidence", confidence)
         if branches > len(head.vocab.ids):
             raise ValueError(f"branches={branches}, but the head knows only {len(head.vocab.ids)} tokens")
-        self.features = TargetFeatures(layers=head.head.shape.taps)
+        self.features = TargetFeatures(layers=head.head.taps)
         self._head, self._confidence, self._branches = head, confidence, branches
         self._uses_graphs = graphs
         self._memory = HeadReader(head, graphs=graphs)

@@ -1,8 +1,10 @@
 """Attach a head to its target: the target's embeddings before the head, and its output rows after it."""
 
 import copy
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float, Int
@@ -10,10 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftproof.core.distribution import DraftVocab
-from draftproof.models.compatibility import head_size
+from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.cpu_linear import bfloat16_packable, pack, pack_bfloat16, packable
 from draftproof.models.fingerprint import PerModel, fingerprint, weights_version
+from draftproof.models.head import eagle3_file
 from draftproof.models.head import file as headfile
+from draftproof.models.head.checkpoint import Checkpoint
+from draftproof.models.head.eagle3_file import Eagle3Head
 from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import embeddings, output_rows
 
@@ -30,17 +35,44 @@ _FITTED: PerModel["FittedHead"] = PerModel()
 
 def attach(head: Head, ids: Int[Tensor, " all"], model: PreTrainedModel, size: int | None = None) -> FittedHead:
     """Attach a copy of a head to a target; see `FittedHead.on`."""
+    size = size or (ON_CPU if model.device.type == "cpu" else len(ids))
+    return _assemble(copy.deepcopy(head), embeddings(model), output_rows(model, ids[:size]), ids[:size], model)
+
+
+def attach_eagle3(head: Eagle3Head, model: PreTrainedModel, source: str) -> FittedHead:
+    """Attach a published EAGLE-3 head to a target; what it does not bring is the target's. It must not be used again.
+
+    All its draft vocabulary is used: it is stored by token id, so its first part is not the most frequent one.
+    """
+    eagle3_file.check_target(head, model, source)
+    ids = torch.arange(head_size(model)) if head.ids is None else head.ids
+    table = embeddings(model) if head.embeddings is None else head.embeddings.to(model.device)
+    rows = output_rows(model, ids) if head.output_rows is None else head.output_rows
+    return _assemble(head.network, table, rows, ids, model)
+
+
+def _assemble(
+    network: nn.Module,
+    table: Float[Tensor, "V H"],
+    output: Float[Tensor, "R H"],
+    ids: Int[Tensor, " R"],
+    model: PreTrainedModel,
+) -> FittedHead:
+    """Move the parts of a head to the target's device, in float32, and lay them out for a CPU."""
     device = torch.device(model.device)
-    size = size or (ON_CPU if device.type == "cpu" else len(ids))
-    ids = ids[:size].to(device=device, dtype=torch.long)
-    head = copy.deepcopy(head).to(device=device, dtype=torch.float32).eval().requires_grad_(False)
-    rows = nn.Sequential(_linear(output_rows(model, ids).to(device=device, dtype=torch.float32)))
-    for part in (head, rows):
-        if bfloat16_packable(part):
+    network = network.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
+    rows = nn.Sequential(_linear(output.to(device=device, dtype=torch.float32)))
+    for part in (network, rows):
+        if bfloat16_packable(part) and not _has_bias(part):
             pack_bfloat16(part)
         elif packable(part):
             pack(part)
-    return FittedHead(head, embeddings(model), rows, DraftVocab.of(ids, head_size(model)))
+    ids = ids.to(device=device, dtype=torch.long)
+    return FittedHead(network, table, rows, DraftVocab.of(ids, head_size(model)))
+
+
+def _has_bias(network: nn.Module) -> bool:
+    return any(isinstance(module, nn.Linear) and module.bias is not None for module in network.modules())
 
 
 def fitted(folder: str | Path, model: PreTrainedModel) -> FittedHead:
@@ -48,8 +80,36 @@ def fitted(folder: str | Path, model: PreTrainedModel) -> FittedHead:
 
     It is read once for each target, and again if the files or the target have changed.
     """
-    key = (str(folder), headfile.file_stamps(folder), fingerprint(model), weights_version(model))
-    return _FITTED.get(model, "head", key, lambda: _fit(folder, model))
+    return _cached(folder, headfile.file_stamps(folder), model, lambda: _fit(folder, model))
+
+
+def fitted_eagle3(folder: str | Path, model: PreTrainedModel) -> FittedHead:
+    """Load a published EAGLE-3 head, from a folder or the hub, and attach it to its target; see `fitted`."""
+    checkpoint = Checkpoint.of(folder)
+
+    def fit() -> FittedHead:
+        warn_other_target(checkpoint, model)
+        head = eagle3_file.load(checkpoint, decoder_config(model).num_hidden_layers)
+        return attach_eagle3(head, model, str(checkpoint.folder))
+
+    return _cached(checkpoint.folder, checkpoint.stamps(), model, fit)
+
+
+def warn_other_target(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Warn if a published drafter names another kind of target: few of its drafts would be accepted."""
+    settings = checkpoint.config.get("speculators_config") or {}
+    named = (settings.get("verifier") or {}).get("architectures") or []
+    if named and type(model).__name__ not in named:
+        warnings.warn(
+            f"{checkpoint.folder} was trained for {', '.join(named)}, and the target is a {type(model).__name__}: "
+            "texts stay exact, but few drafts may be accepted",
+            stacklevel=2,
+        )
+
+
+def _cached(folder: str | Path, stamps: Any, model: PreTrainedModel, make: Callable[[], FittedHead]) -> FittedHead:
+    key = (str(folder), stamps, fingerprint(model), weights_version(model))
+    return _FITTED.get(model, "head", key, make)
 
 
 def _fit(folder: str | Path, model: PreTrainedModel) -> FittedHead:

@@ -7,6 +7,7 @@ rows belong to the target and are not part of the head. Only its width must be t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -73,6 +74,10 @@ class Head(nn.Module):
         exponents = torch.arange(0, d, 2, dtype=torch.float32) / d
         self.frequencies: Tensor
         self.register_buffer("frequencies", shape.rope_theta**-exponents, persistent=False)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.shape.taps
 
     def new_cache(self, rows: int, capacity: int = 0) -> "HeadCache":
         weight = self.norm.weight
@@ -227,11 +232,39 @@ def attend(
     return nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(q.shape)
 
 
+@runtime_checkable
+class HeadNetwork(Protocol):
+    """The networks that `HeadDrafter` can draft with: `Head`, `eagle3.Eagle3`, `mtp.Mtp`. Methods as in `Head`."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Return the target's layers whose states it reads, counted as in `TargetFeatures.layers`."""
+
+    def new_cache(self, rows: int, capacity: int = 0) -> HeadCache: ...
+
+    def fuse(self, states: Sequence[Float[Tensor, "*N T"]]) -> Float[Tensor, "*N H"]: ...
+
+    def step(
+        self,
+        embedded: Float[Tensor, "B n H"],
+        h: Float[Tensor, "B n H"],
+        positions: Int[Tensor, "B n"],
+        cache: HeadCache,
+        *,
+        slots: Int[Tensor, "B n"] | None = None,
+        visible: Bool[Tensor, "B n S"] | None = None,
+        reach: int | None = None,
+    ) -> Float[Tensor, "B n H"]: ...
+
+    def out(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N H"]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class FittedHead:
-    """A head with its target's embeddings and output rows, in float32 on the target's device, packed on a CPU."""
+    """A head with embeddings and output rows, its own or the target's: float32 on the target's device, packed on a CPU.
+    """
 
-    head: Head
+    head: HeadNetwork
     table: Float[Tensor, "V H"]
     rows: nn.Module
     vocab: DraftVocab
