@@ -1,4 +1,4 @@
-"""Compute what the package `speculators` computes for EAGLE-3 heads: python eagle3_reference.py FOLDER.
+"""Compute what the package `speculators` computes for EAGLE-3 heads: PYTHONPATH=tests python -m models.eagle3_reference FOLDER.
 
 Needs speculators 0.9.0 (`make test-references`). For each variant it writes FOLDER/NAME/, as the package saves a model,
 and its logits at steps 1 to 4 to FOLDER/NAME/expected.safetensors.
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from numbered_weights import DRAFTED, LENGTH, STEPS, VOCABULARY, numbered, states, tokens
+from models.numbered_weights import DRAFTED, LENGTH, STEPS, VOCABULARY, numbered, states, tokens
 from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
