@@ -1,0 +1,163 @@
+"""A target whose next token only its hidden states tell, and heads that draft for it without a mistake.
+
+The first token of a text says whether it counts up or down; the others are digits. Every layer writes that direction
+into one coordinate of its states with the opposite sign of the layer before. So a head that reads a neighbouring layer,
+or states of another position's request, drafts in the wrong direction: all its tokens are rejected.
+
+Coordinates of a state: the token, one-hot; the first token's sign; a constant; the direction; the next token, one-hot.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+from models.reference_checkpoints import save
+
+DIGITS, UP, DOWN = 8, 8, 9
+V = DIGITS + 2
+TOKEN, SIGN, ONE, DIRECTION, NEXT = 0, V, V + 1, V + 2, V + 3
+H, HEADS, SIZE, LAYERS = 24, 3, 8, 9
+TAPS = (2, 4, 6)
+STRENGTH = 30.0
+"""The direction at the first position; it falls as 1 / length, because attention averages over the text."""
+SHARP = 200.0
+"""Slope of the gates, and scale of the logits: an open gate decides, a closed one adds nothing."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": 2 * V,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": SIZE,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+NO_END: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def follower(token: int, direction: int) -> int:
+    """Return the token after this one."""
+    return 0 if token >= DIGITS else (token + direction) % DIGITS
+
+
+def continued(prompt: list[int], length: int) -> list[int]:
+    """Return the text that the target writes after a prompt."""
+    text = list(prompt)
+    for _ in range(length):
+        text.append(follower(text[-1], 1 if prompt[0] == UP else -1))
+    return text[len(prompt) :]
+
+
+@cache
+@torch.no_grad()
+def target(kind: type = tf.LlamaForCausalLM) -> tf.PreTrainedModel:
+    """Build the target: in every layer attention averages over the text, and only the last layer's MLP is not zero."""
+    model = kind(config(kind)).eval()
+    for name, weight in model.named_parameters():
+        weight.fill_(1.0 if "norm" in name else 0.0)
+    stack = model.model.layers
+    table = model.get_input_embeddings().weight
+    table[:, TOKEN : TOKEN + V] = torch.eye(V)
+    table[UP, SIGN], table[DOWN, SIGN] = 1.0, -1.0
+    table[:, ONE] = 1.0
+    before = 0.0
+    for index, layer in enumerate(stack):
+        # The first position attends to itself alone: its direction is the gain times its sign, over its own RMS.
+        after = STRENGTH * (-1) ** index
+        rms = ((3 + before**2) / H) ** 0.5
+        layer.self_attn.v_proj.weight[0, SIGN] = 1.0
+        layer.self_attn.o_proj.weight[DIRECTION, 0] = (after - before) * rms
+        before = after
+    count(stack[-1].mlp, closing=2 * STRENGTH, sign=(-1) ** (len(stack) - 1))
+    model.lm_head.weight[:, NEXT : NEXT + V] = SHARP * torch.eye(V)
+    return model
+
+
+def config(kind: type) -> tf.PreTrainedConfig:
+    if kind is tf.Glm4MoeForCausalLM:
+        dense = {"first_k_dense_replace": LAYERS + 1, "n_routed_experts": 2, "num_experts_per_tok": 1}
+        return tf.Glm4MoeConfig(**SIZES, **NO_END, **dense, num_hidden_layers=LAYERS, tie_word_embeddings=False)
+    return tf.LlamaConfig(**SIZES, **NO_END, num_hidden_layers=LAYERS, tie_word_embeddings=False)
+
+
+@torch.no_grad()
+def count(mlp: nn.Module, closing: float, sign: int, strength: float = 1.0) -> None:
+    """Make an MLP write the next token: one unit for each token and direction, open only for those.
+
+    `closing` must exceed the largest direction; `sign` is that of the direction when counting up.
+    """
+    for token in range(V):
+        for unit, direction in ((2 * token, 1), (2 * token + 1, -1)):
+            gate = mlp.gate_proj.weight[unit]
+            gate[TOKEN + token], gate[ONE], gate[DIRECTION] = SHARP * closing, -SHARP * closing, SHARP * sign * direction
+            mlp.up_proj.weight[unit, ONE] = 1.0
+            mlp.down_proj.weight[NEXT + follower(token, direction), unit] = strength
+
+
+@torch.no_grad()
+def eagle3_tensors() -> dict[str, Tensor]:
+    """Build an EAGLE-3 head for the target, for norm_before_residual: its residual is the normed state.
+
+    Attention looks only at its own position. It copies the token from the embedding, and removes what the state holds
+    of the token before: the direction stays.
+    """
+    layer = {
+        "self_attn.q_proj": torch.zeros(HEADS * SIZE, 2 * H),
+        "self_attn.k_proj": torch.zeros(HEADS * SIZE, 2 * H),
+        "self_attn.v_proj": torch.zeros(HEADS * SIZE, 2 * H),
+        "self_attn.o_proj": torch.zeros(H, HEADS * SIZE),
+        "mlp.gate_proj": torch.zeros(2 * V, H),
+        "mlp.up_proj": torch.zeros(2 * V, H),
+        "mlp.down_proj": torch.zeros(H, 2 * V),
+    }
+    layer["self_attn.q_proj"][:, ONE] = layer["self_attn.k_proj"][:, ONE] = 10.0
+    kept = [*range(TOKEN, TOKEN + V), ONE, *range(NEXT, NEXT + V)]
+    for slot, coordinate in enumerate(kept):
+        if coordinate < NEXT:
+            layer["self_attn.v_proj"][slot, coordinate] = 1.0
+        layer["self_attn.v_proj"][slot, H + coordinate] = -1.0
+        layer["self_attn.o_proj"][coordinate, slot] = 1.0
+    network = nn.Module()
+    network.mlp = nn.Module()
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        linear = nn.Linear(1, 1, bias=False)
+        linear.weight = nn.Parameter(layer[f"mlp.{part}"])
+        setattr(network.mlp, part, linear)
+    count(network.mlp, closing=2.0, sign=1, strength=1 / SHARP)  # weak: a norm would drown the direction
+    fc = torch.zeros(H, len(TAPS) * H)
+    for index, tap in enumerate(TAPS):
+        fc[DIRECTION, index * H + DIRECTION] = (-1) ** (tap - 1)
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    rows = torch.zeros(DIGITS, H)
+    rows[:, NEXT : NEXT + DIGITS] = SHARP * torch.eye(DIGITS)
+    return {
+        "fc.weight": fc,
+        "norm.weight": torch.ones(H),
+        "lm_head.weight": rows,
+        "d2t": torch.zeros(DIGITS, dtype=torch.long),
+        "t2d": torch.arange(V) < DIGITS,
+        **{f"layers.0.{name}.weight": weight for name, weight in layer.items()},
+        **{f"layers.0.{name}.weight": torch.ones(H) for name in norms},
+    }
+
+
+def eagle3_folder(folder: Path, layout: str, taps: tuple[int, ...] = TAPS) -> Path:
+    """Write the EAGLE-3 head in one of the published layouts."""
+    sizes = {**SIZES, "num_hidden_layers": 1, "model_type": "llama"}
+    tensors = eagle3_tensors()
+    common = {"draft_vocab_size": DIGITS, "norm_before_residual": True}
+    if layout == "speculators":
+        settings = {"eagle_aux_hidden_state_layer_ids": list(taps), "speculators_model_type": "eagle3"}
+        save(folder, {**common, **settings, "transformer_layer_config": sizes}, tensors)
+        return folder
+    numbered = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}
+    flat = {**sizes, **common, "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": numbered}
+    if layout == "midlayer":
+        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    save(folder, flat, tensors)
+    return folder
