@@ -1,7 +1,8 @@
 """Compute what the package `speculators` computes for EAGLE-3 heads: PYTHONPATH=tests python -m models.eagle3_reference FOLDER.
 
 Needs speculators 0.9.0 (`make test-references`). For each variant it writes FOLDER/NAME/, as the package saves a model,
-and its logits at steps 1 to 4 to FOLDER/NAME/expected.safetensors.
+and its logits at steps 1 to 4 to FOLDER/NAME/expected.safetensors. With `exported` as second argument it reads FOLDER
+as a checkpoint instead, and writes its logits there.
 """
 
 import sys
@@ -87,4 +88,12 @@ def main(folder: Path) -> None:
         save_file({"logits": logits(model).contiguous()}, folder / name / "expected.safetensors")
 
 
-main(Path(sys.argv[1]))
+def read_exported(folder: Path) -> None:
+    settings = Eagle3SpeculatorConfig.from_pretrained(folder)
+    settings.transformer_layer_config._attn_implementation = "eager"
+    model = Eagle3DraftModel.from_pretrained(folder, config=settings).eval()
+    model.load_verifier_weights()
+    save_file({"logits": logits(model).contiguous()}, folder / "expected.safetensors")
+
+
+(read_exported if sys.argv[2:] == ["exported"] else main)(Path(sys.argv[1]))
