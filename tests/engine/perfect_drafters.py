@@ -7,6 +7,7 @@ or states of another position's request, drafts in the wrong direction: all its 
 Coordinates of a state: the token, one-hot; the first token's sign; a constant; the direction; the next token, one-hot.
 """
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,34 @@ def eagle3_folder(folder: Path, layout: str, taps: tuple[int, ...] = TAPS) -> Pa
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     save(folder, flat, tensors)
     return folder
+
+
+def acceptance(outputs: Any) -> float:
+    return sum(output.stats.accepted for output in outputs) / sum(output.stats.drafted for output in outputs)
+
+
+class WrongAtEveryDepth:
+    """Spoils one token of each draft of a perfect drafter, and checks that the round ended right there.
+
+    Rows and rounds differ in the depth; at `depth` nothing is spoilt.
+    """
+
+    def __init__(self, inner: Any, depth: int) -> None:
+        self.inner, self.features, self.depth = inner, inner.features, depth
+        self.rounds, self.depths = 0, set[int]()
+        self._ends: dict[int, tuple[int, int]] = {}
+
+    def propose(self, contexts: Any, k: Any, rng: Any) -> Any:
+        draft = self.inner.propose(contexts, k, rng)
+        tokens = draft.tokens.clone()
+        for row, context in enumerate(contexts):
+            if context.id in self._ends:
+                length, kept = self._ends[context.id]
+                assert len(context.tokens) == length + kept + 1, "accepted up to the spoilt token"
+                self.depths.add(kept)
+            at = (self.rounds + row) % (self.depth + 1)
+            if at < int(draft.lengths[row]):
+                tokens[row, at] = (tokens[row, at] + 3) % DIGITS
+            self._ends[context.id] = len(context.tokens), min(at, int(draft.lengths[row]))
+        self.rounds += 1
+        return replace(draft, tokens=tokens)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from draftproof.auditor.reference import ReferenceModel, TargetDistributions, fingerprint, in_use
 from draftproof.core.sampling import SamplingParams
-from draftproof.models.head.attach import SHIPPED, fitted, fitted_eagle3
+from draftproof.models.head.attach import SHIPPED, fitted, fitted_eagle3, fitted_mtp
 from draftproof.models.head.network import FittedHead
 
 DistributionOf = Callable[[Sequence[int]], Float[Tensor, " V"]]
@@ -26,7 +26,7 @@ COPYING: Final = ("ngram", "suffix", "prompt-lookup")
 """Names of drafters that copy from the text. Any other name does not determine a distribution, and bets on copied text
 would not find a skipped residual."""
 
-HEAD_NAMES: Final = ("head", "suffix+head", "eagle3")
+HEAD_NAMES: Final = ("head", "suffix+head", "eagle3", "mtp")
 """Names of drafters that draw from a head; the head's folder may follow after a colon."""
 
 
@@ -101,6 +101,8 @@ def resolve_head(drafter: Any, target: Any) -> Any:
         raise ValueError(f"a head reads the states of a transformers model; the target is a {type(target).__name__}")
     if name == "eagle3":
         drafter = fitted_eagle3(folder, target)
+    elif name == "mtp":
+        drafter = fitted_mtp(folder, target)
     elif name in HEAD_NAMES:
         drafter = fitted(folder or SHIPPED, target)
     return HeadReference(drafter, target)

@@ -16,6 +16,7 @@ AUTO: Final = "auto"
 EAGLE3: Final = "eagle3"
 EARLY_EXIT: Final = "early-exit"
 HEAD: Final = "head"
+MTP: Final = "mtp"
 PROMPT_LOOKUP: Final = "prompt-lookup"
 SUFFIX_HEAD: Final = "suffix+head"
 
@@ -39,10 +40,10 @@ DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {
 }
 """Drafters that need nothing of the target, each made from a number of branches."""
 
-OF_TARGET: Final = (AUTO, EARLY_EXIT, HEAD, SUFFIX_HEAD, EAGLE3)
+OF_TARGET: Final = (AUTO, EARLY_EXIT, HEAD, SUFFIX_HEAD, EAGLE3, MTP)
 """Drafters that need the target: "early-exit:n" uses its first n layers; the others read its hidden states."""
 
-NAMES: Final = (AUTO, *DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD, f"{EAGLE3}:folder")
+NAMES: Final = (AUTO, *DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD, f"{EAGLE3}:folder", MTP)
 """Everything that `drafter=` takes by name."""
 
 
@@ -115,8 +116,11 @@ def _early_exit(spec: str, layers: str, target: Model | None, branches: int) -> 
 
 def _head(name: str, folder: str, hf: Any, branches: int, graphs: bool) -> Drafter:
     from draftproof.drafters.head import HeadDrafter
-    from draftproof.models.head.attach import SHIPPED, fitted, fitted_eagle3
+    from draftproof.models.head.attach import SHIPPED, fitted, fitted_eagle3, fitted_mtp
 
+    if name == MTP:
+        # No CUDA graphs: transformers' experts are chosen on the host.
+        return HeadDrafter(fitted_mtp(folder, hf), branches=branches, graphs=False)
     if name == EAGLE3:
         if not folder:
             raise ValueError(f'drafter "{EAGLE3}" wants the folder or hub id of a head, as in "{EAGLE3}:folder"')

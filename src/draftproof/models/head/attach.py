@@ -15,7 +15,7 @@ from draftproof.core.distribution import DraftVocab
 from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.cpu_linear import bfloat16_packable, pack, pack_bfloat16, packable
 from draftproof.models.fingerprint import PerModel, fingerprint, weights_version
-from draftproof.models.head import eagle3_file
+from draftproof.models.head import eagle3_file, mtp
 from draftproof.models.head import file as headfile
 from draftproof.models.head.checkpoint import Checkpoint
 from draftproof.models.head.eagle3_file import Eagle3Head
@@ -93,6 +93,14 @@ def fitted_eagle3(folder: str | Path, model: PreTrainedModel) -> FittedHead:
         return attach_eagle3(head, model, str(checkpoint.folder))
 
     return _cached(checkpoint.folder, checkpoint.stamps(), model, fit)
+
+
+def fitted_mtp(folder: str | Path, model: PreTrainedModel) -> FittedHead:
+    """Load the MTP layer of a target's own checkpoint, or of the named one, and attach it; see `fitted`."""
+    checkpoint = mtp.checkpoint_of(model, folder)
+    return _cached(
+        checkpoint.folder, checkpoint.stamps(), model, lambda: mtp.attach_mtp(mtp.load(checkpoint, model), model)
+    )
 
 
 def warn_other_target(checkpoint: Checkpoint, model: PreTrainedModel) -> None:

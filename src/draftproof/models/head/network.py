@@ -138,24 +138,32 @@ class Head(nn.Module):
 
 @dataclass(slots=True)
 class HeadCache:
-    """The keys and values of a head, `[B, slots, heads, size]`.
+    """The keys and values of a head, `[B, slots, heads, size]`; their sizes may differ.
 
     Nothing is erased. The caller's positions and masks decide what is attended to, and a stale slot is written again
     before it is read.
     """
 
     keys: Float[Tensor, "B S g d"]
-    values: Float[Tensor, "B S g d"]
+    values: Float[Tensor, "B S g e"]
     recordings: CapturedGraphs = field(default_factory=CapturedGraphs)
     """CUDA graphs of steps over these buffers."""
 
     @classmethod
     def empty(
-        cls, rows: int, capacity: int, heads: int, size: int, device: torch.device, dtype: torch.dtype
+        cls,
+        rows: int,
+        capacity: int,
+        heads: int,
+        size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        value_size: int | None = None,
     ) -> "HeadCache":
         # Zeros, not uninitialised memory: a masked slot has weight zero, and zero times NaN is NaN.
-        shape = (rows, rounded(capacity), heads, size)
-        keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        shape, sizes = (rows, rounded(capacity), heads), (size, size if value_size is None else value_size)
+        keys, values = (torch.zeros((*shape, each), device=device, dtype=dtype) for each in sizes)
         return cls(keys, values)
 
     @property
@@ -176,10 +184,9 @@ class HeadCache:
         device = self.keys.device
         old = to_device([row for row in rows if row is not None], device)
         new = to_device([b for b, row in enumerate(rows) if row is not None], device)
-        shape = (len(rows), *self.keys.shape[1:])
         return HeadCache(
-            self.keys.new_zeros(shape).index_copy_(0, new, self.keys[old]),
-            self.values.new_zeros(shape).index_copy_(0, new, self.values[old]),
+            self.keys.new_zeros((len(rows), *self.keys.shape[1:])).index_copy_(0, new, self.keys[old]),
+            self.values.new_zeros((len(rows), *self.values.shape[1:])).index_copy_(0, new, self.values[old]),
         )
 
     def row(self, b: int) -> "HeadCache":
@@ -189,10 +196,10 @@ class HeadCache:
     def write(
         self,
         keys: Float[Tensor, "B g n d"],
-        values: Float[Tensor, "B g n d"],
+        values: Float[Tensor, "B g n e"],
         slots: Int[Tensor, "B n"],
         reach: int,
-    ) -> tuple[Float[Tensor, "B g S d"], Float[Tensor, "B g S d"]]:
+    ) -> tuple[Float[Tensor, "B g S d"], Float[Tensor, "B g S e"]]:
         """Write keys and values at these slots, and return those of the first `reach` slots."""
         starts = torch.arange(len(slots), device=slots.device)[:, None] * self.capacity
         flat = (slots + starts).flatten()
