@@ -10,10 +10,12 @@ Coordinates of a state: the token, one-hot; the first token's sign; a constant; 
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from models.reference_checkpoints import save
@@ -23,6 +25,7 @@ V = DIGITS + 2
 TOKEN, SIGN, ONE, DIRECTION, NEXT = 0, V, V + 1, V + 2, V + 3
 H, HEADS, SIZE, LAYERS = 24, 3, 8, 9
 TAPS = (2, 4, 6)
+EXPERTS = 2
 STRENGTH = 30.0
 """The direction at the first position; it falls as 1 / length, because attention averages over the text."""
 SHARP = 200.0
@@ -81,13 +84,14 @@ def target(kind: type = tf.LlamaForCausalLM) -> tf.PreTrainedModel:
 
 def config(kind: type) -> tf.PreTrainedConfig:
     if kind is tf.Glm4MoeForCausalLM:
-        dense = {"first_k_dense_replace": LAYERS + 1, "n_routed_experts": 2, "num_experts_per_tok": 1}
+        dense = {"first_k_dense_replace": LAYERS, "n_routed_experts": EXPERTS, "num_experts_per_tok": 1}
+        dense |= {"n_shared_experts": 1, "moe_intermediate_size": 2 * V}
         return tf.Glm4MoeConfig(**SIZES, **NO_END, **dense, num_hidden_layers=LAYERS, tie_word_embeddings=False)
     return tf.LlamaConfig(**SIZES, **NO_END, num_hidden_layers=LAYERS, tie_word_embeddings=False)
 
 
 @torch.no_grad()
-def count(mlp: nn.Module, closing: float, sign: int, strength: float = 1.0) -> None:
+def count(mlp: Any, closing: float, sign: int, strength: float = 1.0) -> None:
     """Make an MLP write the next token: one unit for each token and direction, open only for those.
 
     `closing` must exceed the largest direction; `sign` is that of the direction when counting up.
@@ -98,6 +102,17 @@ def count(mlp: nn.Module, closing: float, sign: int, strength: float = 1.0) -> N
             gate[TOKEN + token], gate[ONE], gate[DIRECTION] = SHARP * closing, -SHARP * closing, SHARP * sign * direction
             mlp.up_proj.weight[unit, ONE] = 1.0
             mlp.down_proj.weight[NEXT + follower(token, direction), unit] = strength
+
+
+def counting(closing: float) -> dict[str, Tensor]:
+    """Return the weights of an MLP that writes the next token, weakly: a norm must not drown the direction."""
+    with torch.device("cpu"):
+        mlp = nn.ModuleDict({name: nn.Linear(H, 2 * V, bias=False) for name in ("gate_proj", "up_proj")})
+        mlp["down_proj"] = nn.Linear(2 * V, H, bias=False)
+    for weight in mlp.requires_grad_(False).parameters():
+        weight.zero_()
+    count(SimpleNamespace(**mlp), closing, sign=1, strength=1 / SHARP)
+    return {name: linear.weight for name, linear in mlp.items()}
 
 
 @torch.no_grad()
@@ -112,9 +127,6 @@ def eagle3_tensors() -> dict[str, Tensor]:
         "self_attn.k_proj": torch.zeros(HEADS * SIZE, 2 * H),
         "self_attn.v_proj": torch.zeros(HEADS * SIZE, 2 * H),
         "self_attn.o_proj": torch.zeros(H, HEADS * SIZE),
-        "mlp.gate_proj": torch.zeros(2 * V, H),
-        "mlp.up_proj": torch.zeros(2 * V, H),
-        "mlp.down_proj": torch.zeros(H, 2 * V),
     }
     layer["self_attn.q_proj"][:, ONE] = layer["self_attn.k_proj"][:, ONE] = 10.0
     kept = [*range(TOKEN, TOKEN + V), ONE, *range(NEXT, NEXT + V)]
@@ -123,13 +135,7 @@ def eagle3_tensors() -> dict[str, Tensor]:
             layer["self_attn.v_proj"][slot, coordinate] = 1.0
         layer["self_attn.v_proj"][slot, H + coordinate] = -1.0
         layer["self_attn.o_proj"][coordinate, slot] = 1.0
-    network = nn.Module()
-    network.mlp = nn.Module()
-    for part in ("gate_proj", "up_proj", "down_proj"):
-        linear = nn.Linear(1, 1, bias=False)
-        linear.weight = nn.Parameter(layer[f"mlp.{part}"])
-        setattr(network.mlp, part, linear)
-    count(network.mlp, closing=2.0, sign=1, strength=1 / SHARP)  # weak: a norm would drown the direction
+    layer |= {f"mlp.{name}": weight for name, weight in counting(closing=2.0).items()}
     fc = torch.zeros(H, len(TAPS) * H)
     for index, tap in enumerate(TAPS):
         fc[DIRECTION, index * H + DIRECTION] = (-1) ** (tap - 1)
@@ -145,6 +151,29 @@ def eagle3_tensors() -> dict[str, Tensor]:
         **{f"layers.0.{name}.weight": weight for name, weight in layer.items()},
         **{f"layers.0.{name}.weight": torch.ones(H) for name in norms},
     }
+
+
+def mtp_folder(folder: Path) -> Path:
+    """Write a GLM target whose checkpoint has a perfect MTP layer: its attention and its routed experts add nothing."""
+    target(tf.Glm4MoeForCausalLM).save_pretrained(folder)
+    start = f"model.layers.{LAYERS}."
+    eh_proj = torch.zeros(H, 2 * H)
+    for coordinate in (*range(TOKEN, TOKEN + V), ONE):
+        eh_proj[coordinate, coordinate] = 1.0
+    eh_proj[DIRECTION, H + DIRECTION] = 5.0
+    tensors = {"eh_proj": eh_proj, "mlp.gate": torch.zeros(EXPERTS, H)}
+    for name in ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm"):
+        tensors[name] = torch.ones(H)
+    for name in "qkvo":
+        tensors[f"self_attn.{name}_proj"] = torch.zeros(H, H)
+    for name, weight in counting(closing=10.0).items():
+        tensors[f"mlp.shared_experts.{name}"] = weight
+        tensors |= {f"mlp.experts.{expert}.{name}": torch.zeros_like(weight) for expert in range(EXPERTS)}
+    path = folder / "model.safetensors"
+    added = {f"{start}{name}.weight": weight.contiguous() for name, weight in tensors.items()}
+    added[f"{start}mlp.gate.e_score_correction_bias"] = torch.zeros(EXPERTS)
+    save_file(load_file(path) | added, path, metadata={"format": "pt"})
+    return folder
 
 
 def eagle3_folder(folder: Path, layout: str, taps: tuple[int, ...] = TAPS) -> Path:
