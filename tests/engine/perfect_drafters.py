@@ -99,7 +99,11 @@ def count(mlp: Any, closing: float, sign: int, strength: float = 1.0) -> None:
     for token in range(V):
         for unit, direction in ((2 * token, 1), (2 * token + 1, -1)):
             gate = mlp.gate_proj.weight[unit]
-            gate[TOKEN + token], gate[ONE], gate[DIRECTION] = SHARP * closing, -SHARP * closing, SHARP * sign * direction
+            gate[TOKEN + token], gate[ONE], gate[DIRECTION] = (
+                SHARP * closing,
+                -SHARP * closing,
+                SHARP * sign * direction,
+            )
             mlp.up_proj.weight[unit, ONE] = 1.0
             mlp.down_proj.weight[NEXT + follower(token, direction), unit] = strength
 

@@ -127,7 +127,9 @@ def test_a_head_that_declares_another_distribution_is_caught(published):
 def test_the_coupled_rule_gives_the_plain_seeded_texts(published):
     sampling = SamplingParams(temperature=0.8, seed=5)
     plain, drafted = (
-        dp.load(llama(), drafter, rule="coupled", num_draft_tokens=4).generate([list(PROMPT), [3]], sampling, max_tokens=24)
+        dp.load(llama(), drafter, rule="coupled", num_draft_tokens=4).generate(
+            [list(PROMPT), [3]], sampling, max_tokens=24
+        )
         for drafter in (None, f"eagle3:{published}")
     )
     assert [output.tokens for output in drafted] == [output.tokens for output in plain]

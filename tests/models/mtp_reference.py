@@ -25,9 +25,7 @@ def main(folder: Path) -> None:
         default_proposal_method="greedy",
         verifier=VerifierConfig(name_or_path=str(folder), architectures=layer.architectures),
     )
-    model = MTPDraftModel(
-        MTPSpeculatorConfig(transformer_layer_config=layer, speculators_config=settings)
-    )
+    model = MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=layer, speculators_config=settings))
     missing = model.load_state_dict(MTPConverter().convert_to_state_dict(str(folder)), strict=False).missing_keys
     assert all(name.split(".")[0] in ("embed_tokens", "lm_head", "verifier_lm_head") for name in missing), missing
     weights = load_file(folder / "model.safetensors")

@@ -44,15 +44,17 @@ def drafted(head: Eagle3Head) -> Tensor:
     network, text, ends = head.network, tokens(), range(LENGTH - STEPS)
     width = network.shape.target_hidden
     fused = network.fuse(states(width * len(network.taps)).split(width, -1))
-    logits = torch.empty(STEPS, len(ends), len(head.output_rows))
+    logits = torch.empty(STEPS, len(ends), len(head.vocabulary.output_rows))
     for end in ends:
         cache, n = network.new_cache(1, 2 * LENGTH), end + 1
-        h = network.step(head.embeddings[text[:, 1 : n + 1]], fused[:, :n], torch.arange(n)[None], cache)[:, -1:]
+        h = network.step(head.vocabulary.embeddings[text[:, 1 : n + 1]], fused[:, :n], torch.arange(n)[None], cache)[
+            :, -1:
+        ]
         for step in range(STEPS):
             if step:
                 at = torch.tensor([[end + step]])
-                h = network.step(head.embeddings[text[:, n + step, None]], h, at, cache)
-            logits[step, end] = network.out(h)[0, 0] @ head.output_rows.T
+                h = network.step(head.vocabulary.embeddings[text[:, n + step, None]], h, at, cache)
+            logits[step, end] = network.out(h)[0, 0] @ head.vocabulary.output_rows.T
     return logits
 
 
@@ -248,13 +250,19 @@ def test_a_head_of_another_width_than_its_target_needs_embeddings_of_its_own(tmp
 # -------------------------------------------------------------------------------------------------------- bad input
 
 BAD_TENSORS = {
-    "missing": (lambda t: without(t, "o_proj"), r"lacks tensor 'layers\.0\.self_attn\.o_proj\.weight' of shape \[16, 32"),
+    "missing": (
+        lambda t: without(t, "o_proj"),
+        r"lacks tensor 'layers\.0\.self_attn\.o_proj\.weight' of shape \[16, 32",
+    ),
     "shape": (lambda t: t | {"norm.weight": torch.ones(3)}, r"'norm\.weight' has shape \[3\], .* asks for \[16\]"),
     "unknown": (lambda t: t | {"extra.weight": torch.ones(2)}, r"holds tensor 'extra\.weight' of shape \[2\]"),
     "option not set": (lambda t: t | {"fc_norm.0.weight": torch.ones(16)}, r"'fc_norm\.0\.weight'.*lacks the option"),
     "NaN": (lambda t: t | {"norm.weight": torch.full((16,), torch.nan)}, r"'norm\.weight' holds NaN"),
     "no map": (lambda t: without(t, "d2t"), r"lacks tensor 'd2t' of shape \[14\]"),
-    "maps disagree": (lambda t: t | {"d2t": torch.zeros(14, dtype=torch.long)}, r"'d2t' and 't2d' name different tokens"),
+    "maps disagree": (
+        lambda t: t | {"d2t": torch.zeros(14, dtype=torch.long)},
+        r"'d2t' and 't2d' name different tokens",
+    ),
     "no output layer": (lambda t: without(t, "lm_head"), r"lacks tensor 'lm_head\.weight' of shape \[14, 16\]"),
     "output layer": (lambda t: t | {"lm_head.weight": torch.ones(9, 16)}, r"'lm_head\.weight' has shape \[9, 16\]"),
     "taps": (lambda t: t | {"fc.weight": torch.ones(16, 50)}, r"'fc\.weight' reads 50 numbers, which are no 3 states"),

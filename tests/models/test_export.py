@@ -69,8 +69,8 @@ def test_an_exported_head_reads_back_as_the_same(ids, tmp_path):
     export(tmp_path / "head", tmp_path / "out", target())
     read = eagle3_file.load(Checkpoint.of(tmp_path / "out"), LAYERS)
     assert read.network.taps == (2, 4, 5)
-    assert list(range(VOCABULARY) if read.ids is None else read.ids) == sorted(ids)
-    again = drafted(read.network, lambda h: read.network.out(h) @ read.output_rows.T)
+    assert list(range(VOCABULARY) if read.vocabulary.ids is None else read.vocabulary.ids) == sorted(ids)
+    again = drafted(read.network, lambda h: read.network.out(h) @ read.vocabulary.output_rows.T)
     torch.testing.assert_close(again, by_token(head, ids), atol=1e-5, rtol=0)
     assert fitted_eagle3(tmp_path / "out", target()).table.shape == (VOCABULARY, HIDDEN)
 
@@ -83,7 +83,10 @@ def test_speculators_computes_the_same_of_an_exported_head(tmp_path):
     run_reference("eagle3", tmp_path / "out", "exported")
     wanted = load_file(tmp_path / "out" / "expected.safetensors")["logits"]
     torch.testing.assert_close(by_token(head, IDS), wanted[:, :ENDS], atol=1e-5, rtol=0)
-    assert float((drafted(head, lambda h: h @ target().lm_head.weight[sorted(IDS)].T) - wanted[:, :ENDS]).abs().max()) > 0.1
+    assert (
+        float((drafted(head, lambda h: h @ target().lm_head.weight[sorted(IDS)].T) - wanted[:, :ENDS]).abs().max())
+        > 0.1
+    )
 
 
 def test_every_option_is_written_out(tmp_path):

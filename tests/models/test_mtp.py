@@ -152,5 +152,7 @@ def test_logits_are_those_of_speculators(family, tmp_path):
     with torch.no_grad():
         n = wanted.shape[0]
         given = torch.stack([torch.full((HIDDEN,), 1.0).cumsum(0).add(3 * i).sin() for i in range(n)])[None]
-        made = network.step(fitted.embedded(TOKENS[:, 1 : n + 1]), given, torch.arange(n)[None], network.new_cache(1, n))
+        made = network.step(
+            fitted.embedded(TOKENS[:, 1 : n + 1]), given, torch.arange(n)[None], network.new_cache(1, n)
+        )
         torch.testing.assert_close(fitted.logits(made)[0], wanted, atol=CLOSE, rtol=0)

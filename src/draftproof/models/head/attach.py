@@ -21,6 +21,7 @@ from draftproof.models.head.checkpoint import Checkpoint
 from draftproof.models.head.eagle3_file import Eagle3Head
 from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import embeddings, output_rows
+from draftproof.models.head.vocabulary import PublishedVocabulary
 
 ON_CPU: Final = 12288
 """Tokens in the draft vocabulary on a CPU, where a step is bound by reading its weights. More tokens would raise
@@ -45,10 +46,20 @@ def attach_eagle3(head: Eagle3Head, model: PreTrainedModel, source: str) -> Fitt
     All its draft vocabulary is used: it is stored by token id, so its first part is not the most frequent one.
     """
     eagle3_file.check_target(head, model, source)
-    ids = torch.arange(head_size(model)) if head.ids is None else head.ids
-    table = embeddings(model) if head.embeddings is None else head.embeddings.to(model.device)
-    rows = output_rows(model, ids) if head.output_rows is None else head.output_rows
-    return _assemble(head.network, table, rows, ids, model)
+    return _assemble(head.network, *_vocabulary_on(model, head.vocabulary), model)
+
+
+def _vocabulary_on(
+    model: PreTrainedModel, vocabulary: PublishedVocabulary
+) -> tuple[Float[Tensor, "V H"], Float[Tensor, "R H"], Int[Tensor, " R"]]:
+    """Return embeddings, output rows and tokens, the target's where the drafter brings none."""
+    ids = torch.arange(head_size(model)) if vocabulary.ids is None else vocabulary.ids
+    table, rows = vocabulary.embeddings, vocabulary.output_rows
+    return (
+        embeddings(model) if table is None else table.to(model.device),
+        output_rows(model, ids) if rows is None else rows,
+        ids,
+    )
 
 
 def _assemble(

@@ -12,19 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import torch
-from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftproof.models.compatibility import decoder_config, head_size
+from draftproof.models.compatibility import decoder_config
 from draftproof.models.head.checkpoint import CONFIG, Checkpoint, load_exactly
 from draftproof.models.head.eagle3 import Eagle3, Eagle3Shape
-from draftproof.models.head.layer import LayerShape
+from draftproof.models.head.layer import LayerShape, read_layer_config
 from draftproof.models.head.rotary import Rotary
-
-LAYER_CONFIGS: Final[dict[str, type[PreTrainedConfig]]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-"""Kinds of layers that published heads are made of. transformers' classes fill in what a config.json leaves out."""
+from draftproof.models.head.vocabulary import PublishedVocabulary, check_equal, check_vocabulary, take_vocabulary
 
 TAPS: Final = "eagle_aux_hidden_state_layer_ids"
 
@@ -42,17 +38,10 @@ LEFT_OUT: Final = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Head:
-    """A head as read from its folder; None stands for the target's own.
-
-    ids          the target's token of each entry of the draft vocabulary; None: all tokens
-    embeddings   input embeddings
-    output_rows  output layer over the draft vocabulary
-    """
+    """A head as read from its folder."""
 
     network: Eagle3
-    ids: Int[Tensor, " R"] | None
-    embeddings: Float[Tensor, "V H"] | None
-    output_rows: Float[Tensor, "R H"] | None
+    vocabulary: PublishedVocabulary
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
@@ -71,11 +60,11 @@ def load(checkpoint: Checkpoint, target_layers: int, taps: tuple[int, ...] | Non
     taps = taps_of(config, target_layers) if taps is None else taps
     _check_taps(checkpoint, taps, target_layers)
     tensors = _tensors(checkpoint)
-    ids, embeddings, output_rows = _vocabulary(checkpoint, tensors, layer_config)
-    rotary = _rotary(checkpoint, layer_config)
+    vocabulary = take_vocabulary(checkpoint, tensors, layer_config)
+    rotary = Rotary.of(layer_config, checkpoint.folder / CONFIG)
     network = Eagle3(_shape(checkpoint, layer_config, tensors, taps), rotary)
     load_exactly(network, tensors, checkpoint.folder)
-    return Eagle3Head(network.eval().requires_grad_(False), ids, embeddings, output_rows)
+    return Eagle3Head(network.eval().requires_grad_(False), vocabulary)
 
 
 def taps_of(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
@@ -95,28 +84,10 @@ def taps_of(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
 
 def check_target(head: Eagle3Head, model: PreTrainedModel, source: str) -> None:
     """Refuse a target whose sizes are not those of the target that the head was trained on."""
-    shape, width, tokens = head.network.shape, decoder_config(model).hidden_size, head_size(model)
-    own_table, own_rows = head.embeddings is not None, head.output_rows is not None
-    # (applies, what the head says, its number, the target's)
-    compared = [
-        (True, "tensor 'fc.weight' reads states of width", shape.target_hidden, width),
-        (not own_table, "without an 'embed_tokens.weight' it needs embeddings of width", shape.layer.hidden, width),
-        (not own_rows, "without an 'lm_head.weight' it needs output rows of width", shape.layer.hidden, width),
-    ]
-    if head.embeddings is not None:
-        known = len(head.embeddings)
-        compared.append((known < tokens, "tokens in tensor 'embed_tokens.weight':", known, tokens))
-    if head.output_rows is not None and head.ids is None:
-        compared.append((True, "tokens in tensor 'lm_head.weight':", len(head.output_rows), tokens))
-    if head.ids is not None:
-        last = int(head.ids.max())
-        compared.append((last >= tokens or int(head.ids.min()) < 0, "last token in tensor 'd2t':", last, tokens))
-    for applies, what, expected, found in compared:
-        if applies and expected != found:
-            raise ValueError(
-                f"{source} is a head for another target: {what} {expected}, and the target has {found}. Use the target "
-                "it was trained for, or a head for this one"
-            )
+    shape = head.network.shape
+    width = decoder_config(model).hidden_size
+    check_equal("tensor 'fc.weight' reads states of width", shape.target_hidden, width, source)
+    check_vocabulary(head.vocabulary, shape.layer.hidden, model, source)
 
 
 def _refuse_other_kinds(checkpoint: Checkpoint) -> None:
@@ -135,30 +106,15 @@ def _refuse_other_kinds(checkpoint: Checkpoint) -> None:
 
 def _layer_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return the configuration of the head's layers, with transformers' defaults for what it leaves out."""
-    source, config = checkpoint.folder / CONFIG, checkpoint.config
-    flat = "speculators_model_type" not in config
-    values = config if flat else config.get("transformer_layer_config")
-    if not isinstance(values, dict):
-        raise ValueError(f"{source} lacks transformer_layer_config, the sizes of the head's layer: get the file again")
-    # A flat model_type is often the target's; the readers of these formats go by `architectures`, always a Llama layer.
-    kind = "llama" if flat else values.get("model_type", "qwen3")
-    values = {name: value for name, value in values.items() if name != "model_type"}
-    if kind not in LAYER_CONFIGS:
-        raise ValueError(f"{source}: layers of model_type {kind!r} are not known; known are {', '.join(LAYER_CONFIGS)}")
-    try:
-        made = LAYER_CONFIGS[kind](**values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{source} does not describe a {kind} layer: {error}") from error
+    config, source = checkpoint.config, checkpoint.folder / CONFIG
+    if "speculators_model_type" in config:
+        made = read_layer_config(config.get("transformer_layer_config"), source)
+    else:
+        # Its model_type is often the target's; the readers of these formats go by `architectures`: a Llama layer.
+        made = read_layer_config(config | {"model_type": "llama"}, source)
     if "sliding_attention" in (getattr(made, "layer_types", None) or ()):
         raise ValueError(f"{source}: layers with sliding attention are not supported in an EAGLE-3 head")
     return made
-
-
-def _rotary(checkpoint: Checkpoint, layer_config: PreTrainedConfig) -> Rotary:
-    try:
-        return Rotary(layer_config)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{checkpoint.folder / CONFIG}: rope_parameters cannot be used: {error}") from error
 
 
 def _check_taps(checkpoint: Checkpoint, taps: tuple[Any, ...], target_layers: int) -> None:
@@ -179,46 +135,7 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     for name, tensor in checkpoint.read(used).items():
         old = next((prefix for prefix in RENAMED if name.startswith(prefix)), "")
         tensors[RENAMED.get(old, "") + name.removeprefix(old)] = tensor
-    if "d2t" in tensors and "t2d" in checkpoint.names:
-        _check_maps(checkpoint, tensors["d2t"], checkpoint.read(["t2d"])["t2d"])
     return tensors
-
-
-def _check_maps(checkpoint: Checkpoint, d2t: Tensor, t2d: Tensor) -> None:
-    """Refuse a file whose two maps between the vocabularies disagree: one of them is damaged."""
-    ids = (torch.arange(len(d2t)) + d2t).sort().values
-    if not torch.equal(ids, t2d.nonzero().flatten()):
-        raise ValueError(
-            f"{checkpoint.folder}: tensors 'd2t' and 't2d' name different tokens ({len(d2t)} and {int(t2d.sum())}): "
-            "the file is damaged, get it again"
-        )
-
-
-def _vocabulary(
-    checkpoint: Checkpoint, tensors: dict[str, Tensor], layer_config: PreTrainedConfig
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Take ids, embeddings and output rows out of the tensors."""
-    d2t, table, rows = (tensors.pop(name, None) for name in ("d2t", "embed_tokens.weight", "lm_head.weight"))
-    hidden = layer_config.hidden_size
-    size = checkpoint.config.get("draft_vocab_size") or layer_config.vocab_size
-    for name, tensor, shape in (
-        ("d2t", d2t, [size]),
-        ("lm_head.weight", rows, [size, hidden]),
-        ("embed_tokens.weight", table, [None if table is None else len(table), hidden]),
-    ):
-        if tensor is not None and list(tensor.shape) != shape:
-            raise ValueError(
-                f"{checkpoint.folder}: tensor {name!r} has shape {list(tensor.shape)}, and its {CONFIG} asks for "
-                f"{shape}: config and weights do not belong together"
-            )
-    if d2t is None and size != layer_config.vocab_size:
-        raise ValueError(
-            f"{checkpoint.folder} lacks tensor 'd2t' of shape [{size}]: without it nobody knows which of the "
-            f"{layer_config.vocab_size} tokens the {size} of the draft vocabulary are"
-        )
-    if d2t is not None and rows is None:
-        raise ValueError(f"{checkpoint.folder} lacks tensor 'lm_head.weight' of shape [{size}, {hidden}]: get it again")
-    return (None if d2t is None else torch.arange(size) + d2t.long()), table, rows
 
 
 def _shape(

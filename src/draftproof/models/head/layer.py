@@ -1,15 +1,33 @@
 """Decoder layer of a published head (EAGLE-3, DFlash). Modules have the names of the checkpoints' tensors."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.activations import ACT2FN
 
 from draftproof.models.head.rotary import Rotary
 
 Heads = Float[Tensor, "B h n d"]
+
+LAYER_CONFIGS: Final[dict[str, type[PreTrainedConfig]]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+"""Kinds of layers that published drafters are made of. transformers' classes fill in what a config.json leaves out."""
+
+
+def read_layer_config(values: Any, source: Path) -> PreTrainedConfig:
+    """Return the configuration of a drafter's layers, from the part of its config.json that describes them."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{source} lacks transformer_layer_config, the sizes of the drafter's layers: get it again")
+    kind = values.get("model_type", "qwen3")  # the default of speculators
+    if kind not in LAYER_CONFIGS:
+        raise ValueError(f"{source}: layers of model_type {kind!r} are not known; known are {', '.join(LAYER_CONFIGS)}")
+    try:
+        return LAYER_CONFIGS[kind](**{name: value for name, value in values.items() if name != "model_type"})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{source} does not describe a {kind} layer: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

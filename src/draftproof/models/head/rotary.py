@@ -1,5 +1,6 @@
 """Rotary positions of a published head, scaled as its own configuration says."""
 
+from pathlib import Path
 from typing import Final
 
 from jaxtyping import Float, Int
@@ -26,6 +27,14 @@ class Rotary(nn.Module):
         self.frequencies: Tensor
         self.register_buffer("frequencies", computed.inv_freq.float(), persistent=False)
         self.scale = float(computed.attention_scaling)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, source: Path) -> "Rotary":
+        """Make the rotary positions of a configuration; `source` is its file, for the message of a refusal."""
+        try:
+            return cls(config)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{source}: rope_parameters cannot be used: {error}") from error
 
     def forward(self, x: Float[Tensor, "B h n d"], positions: Int[Tensor, "#B n"]) -> Float[Tensor, "B h n d"]:
         rotated = rotate(x, positions, self.frequencies)
