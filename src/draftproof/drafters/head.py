@@ -83,14 +83,14 @@ class HeadDrafter:
         samplings = [context.sampling for context in contexts]
         greedy = all(sampling.temperature == 0 for sampling in samplings)
         if greedy and self._confidence:
-            samplings = [_ranking(sampling) for sampling in samplings]
+            samplings = [ranking(sampling) for sampling in samplings]
         histories = [penalty_history(context, h.device) for context in contexts]
         spine, draws = Spine(self._branches, to_device(slots, h.device)), Draws(samplings, rng, self._head.vocab)
         for start in range(0, max(slots), self._branches):
             if start:
                 h = self._memory.step(spine.tokens[-1], h, len(spine.tokens))
             drafted = with_drafted(histories, samplings, spine.tokens)
-            spine.add(*_draw(draws, self._head.logits(h), drafted, start, greedy))
+            spine.add(*draw_token(draws, self._head.logits(h), drafted, start, greedy))
             if self._confidence and spine.end_after_weak(self._confidence):
                 break
         draft = spine.draft(shared_rng=rng.shared)
@@ -102,7 +102,7 @@ class HeadDrafter:
         if not any(slots):
             return chosen([Guess([], [])] * len(contexts), self._head.table.device, tree=True)
         h = self._memory.catch_up(contexts, [most > 0 for most in slots], self._branches * max(slots))
-        samplings = [_ranking(context.sampling) for context in contexts]
+        samplings = [ranking(context.sampling) for context in contexts]
         histories = [penalty_history(context, h.device) for context in contexts]
 
         def score(states: Float[Tensor, "B w H"]) -> tuple[Int[Tensor, "B w c"], Float[Tensor, "B w c"]]:
@@ -113,7 +113,7 @@ class HeadDrafter:
         return grow_levels(h, slots, self._branches, score, self._memory.branch)
 
 
-def _draw(
+def draw_token(
     draws: Draws, logits: Float[Tensor, "B R"], histories: list[History], j: int, greedy: bool
 ) -> tuple[Distribution, Int[Tensor, " B"]]:
     """Draw each row's j-th token, or take the argmax if all rows are greedy; return its distribution and the token.
@@ -135,7 +135,7 @@ def _draw(
     return dist, vocab.ids[replace(dist, vocab=None, point=point).draw(rng, Purpose.DRAFT, j)]
 
 
-def _ranking(sampling: SamplingParams) -> SamplingParams:
+def ranking(sampling: SamplingParams) -> SamplingParams:
     """Replace temperature 0 by 1 to rank candidates.
 
     A greedy target takes its argmax, but the head does not know for certain which token that is; its own probabilities

@@ -13,6 +13,7 @@ from draftproof.drafters.switch import Switch
 from draftproof.models.interface import Model
 
 AUTO: Final = "auto"
+DFLASH: Final = "dflash"
 EAGLE3: Final = "eagle3"
 EARLY_EXIT: Final = "early-exit"
 HEAD: Final = "head"
@@ -40,10 +41,10 @@ DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {
 }
 """Drafters that need nothing of the target, each made from a number of branches."""
 
-OF_TARGET: Final = (AUTO, EARLY_EXIT, HEAD, SUFFIX_HEAD, EAGLE3, MTP)
+OF_TARGET: Final = (AUTO, EARLY_EXIT, HEAD, SUFFIX_HEAD, EAGLE3, DFLASH, MTP)
 """Drafters that need the target: "early-exit:n" uses its first n layers; the others read its hidden states."""
 
-NAMES: Final = (AUTO, *DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD, f"{EAGLE3}:folder", MTP)
+NAMES: Final = (AUTO, *DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD, f"{EAGLE3}:folder", f"{DFLASH}:folder", MTP)
 """Everything that `drafter=` takes by name."""
 
 
@@ -116,14 +117,18 @@ def _early_exit(spec: str, layers: str, target: Model | None, branches: int) -> 
 
 def _head(name: str, folder: str, hf: Any, branches: int, graphs: bool) -> Drafter:
     from draftproof.drafters.head import HeadDrafter
-    from draftproof.models.head.attach import SHIPPED, fitted, fitted_eagle3, fitted_mtp
+    from draftproof.models.head.attach import SHIPPED, fitted, fitted_dflash, fitted_eagle3, fitted_mtp
 
+    if name in (EAGLE3, DFLASH) and not folder:
+        raise ValueError(f'drafter "{name}" wants the folder or hub id of a drafter, as in "{name}:folder"')
+    if name == DFLASH:
+        from draftproof.drafters.dflash import DFlashDrafter
+
+        return DFlashDrafter(fitted_dflash(folder, hf), branches=branches)
     if name == MTP:
         # No CUDA graphs: transformers' experts are chosen on the host.
         return HeadDrafter(fitted_mtp(folder, hf), branches=branches, graphs=False)
     if name == EAGLE3:
-        if not folder:
-            raise ValueError(f'drafter "{EAGLE3}" wants the folder or hub id of a head, as in "{EAGLE3}:folder"')
         return HeadDrafter(fitted_eagle3(folder, hf), branches=branches, graphs=graphs)
     if not folder and not SHIPPED.is_dir():
         raise ValueError(

@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -15,9 +15,12 @@ from draftproof.core.distribution import DraftVocab
 from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.cpu_linear import bfloat16_packable, pack, pack_bfloat16, packable
 from draftproof.models.fingerprint import PerModel, fingerprint, weights_version
-from draftproof.models.head import eagle3_file, mtp
+from draftproof.models.head import dflash_file, eagle3_file, mtp
 from draftproof.models.head import file as headfile
 from draftproof.models.head.checkpoint import Checkpoint
+from draftproof.models.head.dflash import FittedDFlash
+from draftproof.models.head.dflash_file import DFlashDraft
+from draftproof.models.head.eagle3 import Eagle3
 from draftproof.models.head.eagle3_file import Eagle3Head
 from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import embeddings, output_rows
@@ -30,7 +33,10 @@ acceptance a little and cost more time than they save (docs/decisions.md)."""
 SHIPPED: Final = Path(__file__).parents[2] / "heads" / "smollm2-135m"
 """The folder of the head that the package ships for the bundled model."""
 
-_FITTED: PerModel["FittedHead"] = PerModel()
+Net = TypeVar("Net", bound=nn.Module)
+F = TypeVar("F", FittedHead, FittedDFlash)
+
+_FITTED: PerModel[Any] = PerModel()
 """The last head attached to each target that is alive: reading one and laying out its weights takes 70 ms."""
 
 
@@ -49,6 +55,14 @@ def attach_eagle3(head: Eagle3Head, model: PreTrainedModel, source: str) -> Fitt
     return _assemble(head.network, *_vocabulary_on(model, head.vocabulary), model)
 
 
+def attach_dflash(draft: DFlashDraft, model: PreTrainedModel, source: str) -> FittedDFlash:
+    """Attach a DFlash drafter to a target, as `attach_eagle3` does."""
+    dflash_file.check_target(draft, model, source)
+    table, rows, ids = _vocabulary_on(model, draft.vocabulary)
+    network, layer, vocab = _laid_out(draft.network, rows, ids, model)
+    return FittedDFlash(network, table, layer, vocab)
+
+
 def _vocabulary_on(
     model: PreTrainedModel, vocabulary: PublishedVocabulary
 ) -> tuple[Float[Tensor, "V H"], Float[Tensor, "R H"], Int[Tensor, " R"]]:
@@ -63,13 +77,20 @@ def _vocabulary_on(
 
 
 def _assemble(
-    network: nn.Module,
+    network: Head | Eagle3,
     table: Float[Tensor, "V H"],
     output: Float[Tensor, "R H"],
     ids: Int[Tensor, " R"],
     model: PreTrainedModel,
 ) -> FittedHead:
-    """Move the parts of a head to the target's device, in float32, and lay them out for a CPU."""
+    network, rows, vocab = _laid_out(network, output, ids, model)
+    return FittedHead(network, table, rows, vocab)
+
+
+def _laid_out(
+    network: Net, output: Float[Tensor, "R H"], ids: Int[Tensor, " R"], model: PreTrainedModel
+) -> tuple[Net, nn.Module, DraftVocab]:
+    """Move network and output rows to the target's device, in float32, and lay them out for a CPU."""
     device = torch.device(model.device)
     network = network.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
     rows = nn.Sequential(_linear(output.to(device=device, dtype=torch.float32)))
@@ -78,8 +99,7 @@ def _assemble(
             pack_bfloat16(part)
         elif packable(part):
             pack(part)
-    ids = ids.to(device=device, dtype=torch.long)
-    return FittedHead(network, table, rows, DraftVocab.of(ids, head_size(model)))
+    return network, rows, DraftVocab.of(ids.to(device=device, dtype=torch.long), head_size(model))
 
 
 def _has_bias(network: nn.Module) -> bool:
@@ -106,6 +126,18 @@ def fitted_eagle3(folder: str | Path, model: PreTrainedModel) -> FittedHead:
     return _cached(checkpoint.folder, checkpoint.stamps(), model, fit)
 
 
+def fitted_dflash(folder: str | Path, model: PreTrainedModel) -> FittedDFlash:
+    """Load a DFlash drafter, from a folder or the hub, and attach it to its target; see `fitted`."""
+    checkpoint = Checkpoint.of(folder)
+
+    def fit() -> FittedDFlash:
+        warn_other_target(checkpoint, model)
+        draft = dflash_file.load(checkpoint, decoder_config(model).num_hidden_layers)
+        return attach_dflash(draft, model, str(checkpoint.folder))
+
+    return _cached(checkpoint.folder, checkpoint.stamps(), model, fit)
+
+
 def fitted_mtp(folder: str | Path, model: PreTrainedModel) -> FittedHead:
     """Load the MTP layer of a target's own checkpoint, or of the named one, and attach it; see `fitted`."""
     checkpoint = mtp.checkpoint_of(model, folder)
@@ -126,9 +158,10 @@ def warn_other_target(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         )
 
 
-def _cached(folder: str | Path, stamps: Any, model: PreTrainedModel, make: Callable[[], FittedHead]) -> FittedHead:
+def _cached(folder: str | Path, stamps: Any, model: PreTrainedModel, make: Callable[[], F]) -> F:
     key = (str(folder), stamps, fingerprint(model), weights_version(model))
-    return _FITTED.get(model, "head", key, make)
+    found: F = _FITTED.get(model, "head", key, make)
+    return found
 
 
 def _fit(folder: str | Path, model: PreTrainedModel) -> FittedHead:

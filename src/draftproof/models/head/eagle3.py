@@ -4,9 +4,9 @@
 for speed. Both have the methods that drafters/head.py calls. Modules have the names of the checkpoints' tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -92,7 +92,7 @@ class Eagle3(nn.Module):
         reach = int(slots.max()) + 1 if reach is None else reach
         if visible is None and slots.numel() > 1:
             visible = torch.arange(reach, device=slots.device) <= slots[:, :, None]
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(cast(Iterable[DecoderLayer], self.layers)):
             residual, x = (h, layer.input_layernorm(h)) if index else self._first_input(embedded, h)
             k, v = layer.self_attn.keys_values(x, positions, self.rotary)
             keys, values = self._of_layer(cache, index).write(k, v, slots, reach)
@@ -106,7 +106,7 @@ class Eagle3(nn.Module):
 
     def _first_input(self, embedded: Float[Tensor, "B n H"], h: Float[Tensor, "B n H"]) -> tuple[Tensor, Tensor]:
         """Return the first layer's residual, and the input of its attention."""
-        first = self.layers[0]
+        first = cast(DecoderLayer, self.layers[0])
         normed = first.hidden_norm(h)
         x = torch.cat([first.input_layernorm(embedded), normed], -1)
         return (normed if self.shape.norm_before_residual else h), x

@@ -2,7 +2,7 @@
 
     speculators   `speculators_model_type: eagle3`, the layer's sizes in `transformer_layer_config`
     SpecForge     a flat Llama configuration, `architectures: [LlamaForCausalLMEagle3]`, options in `eagle_config`
-    AngelSlim     the same with `Eagle3LlamaForCausalLM`; `tie_word_embeddings` may be set although an `lm_head` is there
+    AngelSlim     the same with `Eagle3LlamaForCausalLM`; `tie_word_embeddings` may be set despite an `lm_head`
     original      the same with tensors `midlayer.*` in place of `layers.0.*`
 
 They differ in the numbering of the target's layers; see `taps_of`.
@@ -49,7 +49,7 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
     if "speculators_model_type" in config:
         return bool(config["speculators_model_type"] == "eagle3")
     named = any("eagle3" in str(name).lower() for name in config.get("architectures") or ())
-    return named or "draft_vocab_size" in config
+    return named or ("draft_vocab_size" in config and "dflash_config" not in config)
 
 
 def load(checkpoint: Checkpoint, target_layers: int, taps: tuple[int, ...] | None = None) -> Eagle3Head:

@@ -71,8 +71,9 @@ def check_exportable(head: Head, meta: headfile.HeadMeta, source: str) -> None:
 def _tensors(head: Head, meta: headfile.HeadMeta, model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the head's tensors as they are stored, in float16, and the output rows in the target's own precision."""
     shape = head.shape
-    tensors = {f"{new}.weight": head.get_submodule(old).weight for old, new in RENAMED.items()}
-    tensors |= {f"fc_norm.{index}.weight": norm.weight for index, norm in enumerate(head.tap_norms)}
+    tensors: dict[str, Tensor] = {f"{new}.weight": head.get_parameter(f"{old}.weight") for old, new in RENAMED.items()}
+    for index in range(len(shape.taps)):
+        tensors[f"fc_norm.{index}.weight"] = head.get_parameter(f"tap_norms.{index}.weight")
     sizes = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
     for name, part in zip("qkv", head.qkv.weight.split(sizes), strict=True):
         tensors[f"layers.0.self_attn.{name}_proj.weight"] = part

@@ -105,10 +105,12 @@ class Attention(nn.Module):
     def keys_values(
         self, x: Float[Tensor, "B n I"], positions: Int[Tensor, "#B n"], rotary: Rotary
     ) -> tuple[Float[Tensor, "B g n d"], Float[Tensor, "B g n d"]]:
-        return rotary(self.k_norm(self._split(self.k_proj(x))), positions), self._split(self.v_proj(x))
+        keys: Tensor = rotary(self.k_norm(self._split(self.k_proj(x))), positions)
+        return keys, self._split(self.v_proj(x))
 
     def _split(self, x: Float[Tensor, "B n O"]) -> Heads:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
 
 
 class Mlp(nn.Module):

@@ -2,8 +2,8 @@
 
 Such a layer was trained with the target, and transformers leaves it out when it loads the model. At position t it reads
 the target's last state, after the final norm, and the embedding of x_{t+1}, and predicts x_{t+2}. Its own output, also
-normed, replaces the state afterwards. Embeddings and output layer are the target's. It is a decoder layer of the target's
-own class, so it is run by transformers' code over a `HeadCache`.
+normed, replaces the state afterwards. Embeddings and output layer are the target's. It is a decoder layer of the
+target's own class, so it is run by transformers' code over a `HeadCache`.
 """
 
 import copy
@@ -201,14 +201,11 @@ def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for prefix in sorted({match[1] for match in found.values()}):
         numbers = sorted({int(match[2]) for match in found.values() if match[1] == prefix})
 
-        def of(expert: int, part: str, prefix: str = prefix) -> Tensor:
-            name = f"{prefix}.{expert}.{part}_proj.weight"
-            if name not in tensors:
-                raise ValueError(f"tensor {name!r} is missing among those of {len(numbers)} experts: get it again")
-            return tensors[name]
-
-        joined[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([of(n, "gate"), of(n, "up")]) for n in numbers])
-        joined[f"{prefix}.down_proj"] = torch.stack([of(n, "down") for n in numbers])
+        experts = [[f"{prefix}.{number}.{part}_proj.weight" for part in ("gate", "up", "down")] for number in numbers]
+        for name in (name for names in experts for name in names if name not in tensors):
+            raise ValueError(f"tensor {name!r} is missing among those of {len(numbers)} experts: get it again")
+        joined[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([tensors[g], tensors[u]]) for g, u, _ in experts])
+        joined[f"{prefix}.down_proj"] = torch.stack([tensors[down] for _, _, down in experts])
     return joined
 
 

@@ -268,7 +268,7 @@ class HeadNetwork(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FittedHead:
-    """A head with embeddings and output rows, its own or the target's: float32 on the target's device, packed on a CPU."""
+    """A head with embeddings and output rows, its own or the target's, on the target's device and packed on a CPU."""
 
     head: HeadNetwork
     table: Float[Tensor, "V H"]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.models.head.checkpoint import CONFIG, read_config
+from draftproof.models.head.dflash_file import is_dflash
 from draftproof.models.head.eagle3_file import is_eagle3
 from draftproof.models.head.file import METADATA
 
@@ -21,7 +22,11 @@ def kind_of(folder: Path) -> str | None:
     config: dict[str, Any] = read_config(folder)
     if is_eagle3(config):
         return "eagle3"
+    if is_dflash(config):
+        return "dflash"
     kind = config.get("speculators_model_type")
     if kind is not None:
-        raise ValueError(f"{folder / CONFIG} is that of a drafter of kind {kind!r}; supported is 'eagle3'")
+        raise ValueError(
+            f"{folder / CONFIG} is that of a drafter of kind {kind!r}; supported are 'eagle3' and 'dflash'"
+        )
     return None
