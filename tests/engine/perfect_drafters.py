@@ -4,7 +4,8 @@ The first token of a text says whether it counts up or down; the others are digi
 into one coordinate of its states with the opposite sign of the layer before. So a head that reads a neighbouring layer,
 or states of another position's request, drafts in the wrong direction: all its tokens are rejected.
 
-Coordinates of a state: the token, one-hot; the first token's sign; a constant; the direction; the next token, one-hot.
+Coordinates of a state: the token, one-hot; the first token's sign; a constant; the direction; the next token, one-hot;
+and, in a DFlash drafter, the digit before.
 """
 
 from dataclasses import replace
@@ -22,8 +23,8 @@ from models.reference_checkpoints import save
 
 DIGITS, UP, DOWN = 8, 8, 9
 V = DIGITS + 2
-TOKEN, SIGN, ONE, DIRECTION, NEXT = 0, V, V + 1, V + 2, V + 3
-H, HEADS, SIZE, LAYERS = 24, 3, 8, 9
+TOKEN, SIGN, ONE, DIRECTION, NEXT, BEFORE = 0, V, V + 1, V + 2, V + 3, 2 * V + 3
+H, HEADS, SIZE, LAYERS = 32, 4, 8, 9
 TAPS = (2, 4, 6)
 EXPERTS = 2
 STRENGTH = 30.0
@@ -195,6 +196,55 @@ def eagle3_folder(folder: Path, layout: str, taps: tuple[int, ...] = TAPS) -> Pa
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     save(folder, flat, tensors)
     return folder
+
+
+def dflash_folder(folder: Path, layout: str, taps: tuple[int, ...] = TAPS, block: int = 5) -> Path:
+    """Write a DFlash drafter in one of the published layouts."""
+    sizes = {**SIZES, "num_hidden_layers": block - 1, "model_type": "qwen3", "tie_word_embeddings": False}
+    tensors = dflash_tensors(block)
+    if layout == "speculators":
+        settings = {"speculators_model_type": "dflash", "draft_vocab_size": V, "mask_token_id": UP, "block_size": block}
+        settings |= {"aux_hidden_state_layer_ids": list(taps), "transformer_layer_config": sizes}
+        save(folder, settings, tensors)
+        return folder
+    options = {"mask_token_id": UP, "target_layer_ids": [tap - 1 for tap in taps]}
+    save(
+        folder, {**sizes, "architectures": ["DFlashDraftModel"], "block_size": block, "dflash_config": options}, tensors
+    )
+    return folder
+
+
+@torch.no_grad()
+def dflash_tensors(block: int) -> dict[str, Tensor]:
+    """Build a DFlash drafter for the target. Each of its equal layers moves the digits on by one position.
+
+    The first head looks one position back and fetches the digit there, the second averages over the text and fetches
+    the direction. The MLP writes the digit that follows. So the j-th mask is right from the j-th layer on.
+    """
+    q, k, v, o = (torch.zeros(H, H) for _ in range(4))
+    angles = 10_000.0 ** -(torch.arange(0, SIZE, 2) / SIZE)
+    k[:SIZE, ONE] = 1.0
+    q[:SIZE, ONE] = torch.cat([angles.cos() + angles.sin(), angles.cos() - angles.sin()])  # back by one position
+    for digit in range(DIGITS):
+        v[digit, TOKEN + digit] = v[digit, NEXT + digit] = 1.0
+        o[BEFORE + digit, digit] = 1.0
+    v[SIZE, DIRECTION] = o[DIRECTION, SIZE] = 1.0
+    gate, up, down = torch.zeros(2 * V, H), torch.zeros(2 * V, H), torch.zeros(H, 2 * V)
+    for digit in range(DIGITS):
+        for unit, direction in ((2 * digit, 1), (2 * digit + 1, -1)):
+            gate[unit, DIRECTION] = SHARP * direction
+            up[unit, BEFORE + digit] = 1.0
+            down[NEXT + follower(digit, direction), unit] = 1 / SHARP
+    fc = torch.zeros(H, len(TAPS) * H)
+    fc[ONE, ONE] = 1.0
+    for index, tap in enumerate(TAPS):
+        fc[DIRECTION, index * H + DIRECTION] = (-1) ** (tap - 1)
+    parts = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": o}
+    parts |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": down}
+    parts |= {f"self_attn.{name}_norm": torch.full((SIZE,), 17.0) for name in "qk"}
+    parts |= {name: torch.ones(H) for name in ("input_layernorm", "post_attention_layernorm")}
+    layers = {f"layers.{i}.{name}.weight": part.clone() for i in range(block - 1) for name, part in parts.items()}
+    return {"fc.weight": fc, "hidden_norm.weight": torch.ones(H), "norm.weight": torch.ones(H), **layers}
 
 
 def acceptance(outputs: Any) -> float:

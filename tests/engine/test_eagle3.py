@@ -8,7 +8,6 @@ wiring would not show. The joint distribution of three tokens is tested by G-tes
 from dataclasses import replace
 
 import pytest
-import torch
 
 import draftproof as dp
 from draftproof.core.sampling import SamplingParams, warp
@@ -70,16 +69,16 @@ def test_trees_of_a_perfect_head_are_accepted_to_their_full_depth(tmp_path):
     assert acceptance(outputs) > 0.99
 
 
-@pytest.mark.parametrize("name", ["plain", "everything", "two layers", "full vocabulary"])
+@pytest.mark.parametrize("name", ["everything", "full vocabulary"])
 @pytest.mark.parametrize("rule", ["block", "tree"])
 def test_greedy_text_with_a_random_head_is_the_plain_one(name, rule, tmp_path):
     model = tiny_target(VOCABULARY, 16, 8)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [2, 2]]
-    plain = dp.load(model, None).generate(prompts, temperature=0, max_tokens=24)
+    plain = dp.load(model, None).generate(prompts, temperature=0, max_tokens=16)
     engine = dp.load(model, f"eagle3:{written('eagle3', name, tmp_path)}", rule=rule, num_draft_tokens=5)
-    outputs = engine.generate(prompts, temperature=0, max_tokens=24)
+    outputs = engine.generate(prompts, temperature=0, max_tokens=16)
     assert [output.tokens for output in outputs] == [output.tokens for output in plain]
-    assert sum(output.stats.drafted for output in outputs) > 100
+    assert sum(output.stats.drafted for output in outputs) > 50
 
 
 # ------------------------------------------------------------------------------------------------- the distribution
@@ -137,5 +136,5 @@ def test_the_coupled_rule_gives_the_plain_seeded_texts(published):
 
 
 def test_the_name_without_a_folder_is_refused():
-    with pytest.raises(ValueError, match=r'wants the folder or hub id of a head, as in "eagle3:folder"'):
+    with pytest.raises(ValueError, match=r'wants the folder or hub id of a drafter, as in "eagle3:folder"'):
         dp.load(llama(), "eagle3")

@@ -1,20 +1,21 @@
-"""Compute what the package `speculators` computes for EAGLE-3 heads: PYTHONPATH=tests python -m models.eagle3_reference FOLDER.
+"""Compute what the package `speculators` (0.9.0, `make test-references`) computes for EAGLE-3 heads.
 
-Needs speculators 0.9.0 (`make test-references`). For each variant it writes FOLDER/NAME/, as the package saves a model,
-and its logits at steps 1 to 4 to FOLDER/NAME/expected.safetensors. With `exported` as second argument it reads FOLDER
-as a checkpoint instead, and writes its logits there.
+PYTHONPATH=tests python -m models.eagle3_reference FOLDER writes FOLDER/NAME/ for each variant, as the package saves a
+model, and its logits at steps 1 to 4 to FOLDER/NAME/expected.safetensors. With `exported` as second argument it reads
+FOLDER as a checkpoint instead, and writes its logits there.
 """
 
 import sys
 from pathlib import Path
 
 import torch
-from models.numbered_weights import DRAFTED, LENGTH, STEPS, VOCABULARY, numbered, states, tokens
 from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, Qwen3Config
+
+from models.numbered_weights import DRAFTED, LENGTH, STEPS, VOCABULARY, numbered, states, tokens
 
 SIZES = {
     "vocab_size": VOCABULARY,

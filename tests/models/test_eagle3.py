@@ -41,19 +41,17 @@ def load(folder, config: dict, tensors: dict[str, Tensor], layers: int = LAYERS)
 @torch.no_grad()
 def drafted(head: Eagle3Head) -> Tensor:
     """Return the logits at each step of drafting after each position, [STEPS, LENGTH - STEPS, R]."""
-    network, text, ends = head.network, tokens(), range(LENGTH - STEPS)
+    network, table, text, ends = head.network, head.vocabulary.embeddings, tokens(), range(LENGTH - STEPS)
     width = network.shape.target_hidden
     fused = network.fuse(states(width * len(network.taps)).split(width, -1))
     logits = torch.empty(STEPS, len(ends), len(head.vocabulary.output_rows))
     for end in ends:
         cache, n = network.new_cache(1, 2 * LENGTH), end + 1
-        h = network.step(head.vocabulary.embeddings[text[:, 1 : n + 1]], fused[:, :n], torch.arange(n)[None], cache)[
-            :, -1:
-        ]
+        h = network.step(table[text[:, 1 : n + 1]], fused[:, :n], torch.arange(n)[None], cache)[:, -1:]
         for step in range(STEPS):
             if step:
                 at = torch.tensor([[end + step]])
-                h = network.step(head.vocabulary.embeddings[text[:, n + step, None]], h, at, cache)
+                h = network.step(table[text[:, n + step, None]], h, at, cache)
             logits[step, end] = network.out(h)[0, 0] @ head.vocabulary.output_rows.T
     return logits
 
