@@ -33,7 +33,7 @@ class DFlashDrafter:
         check_share("confidence", confidence)
         self.features = TargetFeatures(layers=drafter.network.shape.taps)
         self._drafter, self._confidence, self._branches = drafter, confidence, branches
-        self._reader = DFlashReader(drafter)
+        self._memory = DFlashReader(drafter)
 
     def fork(self) -> "DFlashDrafter":
         """Return a drafter on the same network with a memory of its own."""
@@ -44,12 +44,12 @@ class DFlashDrafter:
 
         A row whose hidden states are not all known gets none.
         """
-        ready = self._reader.receive(contexts)
+        ready = self._memory.receive(contexts)
         most = (self._drafter.network.shape.block - 1) * self._branches
         slots = [min(wanted, most) if can else 0 for wanted, can in zip(k, ready, strict=True)]
         if not any(slots):
             return chosen([Guess([], [])] * len(contexts), rng.seeds.device, tree=self._branches > 1)
-        logits = self._drafter.logits(self._reader.predict(contexts, [slot > 0 for slot in slots]))
+        logits = self._drafter.logits(self._memory.predict(contexts, [slot > 0 for slot in slots]))
         samplings = [context.sampling for context in contexts]
         greedy = all(sampling.temperature == 0 for sampling in samplings)
         if greedy and self._confidence:
@@ -75,6 +75,9 @@ class DFlashReader:
         self._ids: list[int] = []
         self._rows: list[HeadRow] = []
         self._cache = drafter.network.new_cache(0)
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
     def receive(self, contexts: Sequence[Context]) -> list[bool]:
         """Store the target's new hidden states; return which contexts can be drafted for, as `HeadReader.receive`."""

@@ -37,9 +37,10 @@ def load(
 
     target            "smollm2" (bundled), a folder, a hub id, or a loaded transformers model (causal, or with encoder)
     drafter           None (plain decoding), "ngram", "prompt-lookup", "suffix", "early-exit:6", "head" (of the bundled
-                      model) or "head:folder", "suffix+head" (either, by the row), "eagle3:folder" (a published head; or
-                      just its folder), a smaller model's name, folder or object, or any `Drafter`. "auto" is the head
-                      where one is shipped for the target, else "ngram"
+                      model) or "head:folder", "suffix+head" (either, by the row), "eagle3:folder" or "dflash:folder" (a
+                      published drafter; the folder alone will do), "mtp" (a layer of the target's checkpoint), a
+                      smaller model's name, folder or object, or any `Drafter`. "auto" is the head where one is shipped
+                      for the target, else "ngram"
     rule              "block", "token", "coupled", "tree", or a verifier
     num_draft_tokens  "auto", or a number
     device, dtype     for models loaded here; default: CUDA if there is one, else the CPU in float32
