@@ -290,6 +290,7 @@ BAD_CONFIGS = {
         lambda c: with_layer(c, model_type="qwen3", layer_types=["sliding_attention"], sliding_window=4),
         "sliding attention are not supported",
     ),
+    "no list": (lambda c: {**c, "eagle_aux_hidden_state_layer_ids": "2,3,5"}, "must be a list of layers' numbers"),
     "layer ids": (lambda c: {**c, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, r"after layers \(0, 2, 3\)"),
 }
 

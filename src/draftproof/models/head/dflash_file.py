@@ -79,7 +79,7 @@ def taps_of(checkpoint: Checkpoint) -> tuple[int, ...]:
         listed, shift = checkpoint.config.get("aux_hidden_state_layer_ids"), 0
     else:
         listed, shift = _option(checkpoint, "target_layer_ids"), 1
-    if not listed or not all(isinstance(layer, int) for layer in listed):
+    if not (isinstance(listed, list) and listed and all(isinstance(layer, int) for layer in listed)):
         raise ValueError(f"{checkpoint.folder / CONFIG} must list the target's layers it reads; got {listed!r}")
     return tuple(layer + shift for layer in listed)
 
@@ -112,8 +112,9 @@ def _check_taps(checkpoint: Checkpoint, taps: tuple[int, ...], target_layers: in
 
 def _option(checkpoint: Checkpoint, name: str, default: Any = None) -> Any:
     """Return an option, which may be at the top level or in `dflash_config`."""
-    inner = checkpoint.config.get("dflash_config") or {}
-    return inner.get(name, checkpoint.config.get(name, default))
+    inner = checkpoint.config.get("dflash_config")
+    outer = checkpoint.config.get(name, default)
+    return inner.get(name, outer) if isinstance(inner, dict) else outer
 
 
 def _whole(checkpoint: Checkpoint, name: str, least: int) -> int:

@@ -74,12 +74,21 @@ def taps_of(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     read by SGLang as "after layer k + 1". vLLM once read it as k, and lists for it begin with 2 as its default does
     (sgl-project/sglang#25454). No list stands for vLLM's default.
     """
-    if config.get(TAPS):
-        return tuple(config[TAPS])
-    listed = (config.get("eagle_config") or {}).get(TAPS)
+    listed, inner = config.get(TAPS), _inner(config).get(TAPS)
+    for value in (listed, inner):
+        if value and not (isinstance(value, list) and all(isinstance(k, int) for k in value)):
+            raise ValueError(f"{CONFIG}: {TAPS} must be a list of layers' numbers; got {value!r}")
     if listed:
-        return tuple(k if listed[0] == 2 else k + 1 for k in listed)
+        return tuple(listed)
+    if inner:
+        return tuple(k if inner[0] == 2 else k + 1 for k in inner)
     return 2, target_layers // 2, target_layers - 3
+
+
+def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options in `eagle_config`, if there are any."""
+    inner = config.get("eagle_config")
+    return inner if isinstance(inner, dict) else {}
 
 
 def check_target(head: Eagle3Head, model: PreTrainedModel, source: str) -> None:
@@ -117,9 +126,9 @@ def _layer_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     return made
 
 
-def _check_taps(checkpoint: Checkpoint, taps: tuple[Any, ...], target_layers: int) -> None:
+def _check_taps(checkpoint: Checkpoint, taps: tuple[int, ...], target_layers: int) -> None:
     where = f"{checkpoint.folder / CONFIG} reads the target's states after layers {taps}"
-    if not all(isinstance(tap, int) and 1 <= tap <= target_layers for tap in taps):
+    if not all(1 <= tap <= target_layers for tap in taps):
         raise ValueError(f"{where}; this target has layers 1 to {target_layers}: it is a head for another target")
     if target_layers in taps:
         raise ValueError(
@@ -142,7 +151,7 @@ def _shape(
     checkpoint: Checkpoint, layer_config: PreTrainedConfig, tensors: Mapping[str, Tensor], taps: tuple[int, ...]
 ) -> Eagle3Shape:
     config = checkpoint.config
-    options = {**(config.get("eagle_config") or {}), **config}
+    options = {**_inner(config), **config}
 
     def flag(name: str) -> bool:
         value = options.get(name, False)
