@@ -78,7 +78,7 @@ def target(kind: type = tf.LlamaForCausalLM) -> tf.PreTrainedModel:
         layer.self_attn.v_proj.weight[0, SIGN] = 1.0
         layer.self_attn.o_proj.weight[DIRECTION, 0] = (after - before) * rms
         before = after
-    count(stack[-1].mlp, closing=2 * STRENGTH, sign=(-1) ** (len(stack) - 1))
+    count(stack[-1].mlp, closing=2 * STRENGTH, sign=(-1) ** (len(stack) - 1), upward=0.05)
     model.lm_head.weight[:, NEXT : NEXT + V] = SHARP * torch.eye(V)
     return model
 
@@ -92,19 +92,17 @@ def config(kind: type) -> tf.PreTrainedConfig:
 
 
 @torch.no_grad()
-def count(mlp: Any, closing: float, sign: int, strength: float = 1.0) -> None:
+def count(mlp: Any, closing: float, sign: int, strength: float = 1.0, upward: float = 0.0) -> None:
     """Make an MLP write the next token: one unit for each token and direction, open only for those.
 
-    `closing` must exceed the largest direction; `sign` is that of the direction when counting up.
+    `closing` must exceed the largest direction; `sign` is that of the direction when counting up. `upward` is added to
+    the direction, so that a text without one counts up, instead of going by rounding errors.
     """
     for token in range(V):
         for unit, direction in ((2 * token, 1), (2 * token + 1, -1)):
             gate = mlp.gate_proj.weight[unit]
-            gate[TOKEN + token], gate[ONE], gate[DIRECTION] = (
-                SHARP * closing,
-                -SHARP * closing,
-                SHARP * sign * direction,
-            )
+            gate[TOKEN + token], gate[ONE] = SHARP * closing, SHARP * (direction * upward - closing)
+            gate[DIRECTION] = SHARP * sign * direction
             mlp.up_proj.weight[unit, ONE] = 1.0
             mlp.down_proj.weight[NEXT + follower(token, direction), unit] = strength
 
