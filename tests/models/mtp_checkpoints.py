@@ -1,7 +1,7 @@
 """Tiny random targets whose checkpoints hold an MTP layer, as DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5 have it.
 
 transformers neither writes nor loads such a layer, so its tensors are added to the file: those of the target's last
-layer with other weights, and what an MTP layer has besides.
+layer with other weights, and what an MTP layer has besides. All weights follow from the tensors' names.
 """
 
 from pathlib import Path
@@ -67,6 +67,7 @@ def write(folder: Path, family: str) -> tf.PreTrainedModel:
         torch.manual_seed(0)
         model_class(kind(**SIZES, **sizes)).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
+    tensors = {name: numbered(name, weight.shape).to(weight.dtype) for name, weight in tensors.items()}
     last = f"model.layers.{LAYERS - 1}."
     qwen = family.startswith("qwen")
     start = "mtp.layers.0." if qwen else f"model.layers.{LAYERS}."

@@ -112,11 +112,16 @@ class Mtp(nn.Module):
             x,
             attention_mask=additive_mask(mask, dtype) if self._eager else mask,
             position_ids=positions,
-            position_embeddings=self._rotary[0](x, positions),
+            position_embeddings=self._rotated(x, positions),
             past_key_values=past,
         )
         state: Tensor = self.norm(result[0] if isinstance(result, tuple) else result)
         return state.float()
+
+    def _rotated(self, x: Float[Tensor, "B n H"], positions: Int[Tensor, "B n"]) -> Any:
+        """Return the target's rotary embeddings; a multimodal one counts time, height and width, equal in a text."""
+        rotary: Any = self._rotary[0]
+        return rotary(x, positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions)
 
     @torch.no_grad()
     def _stored_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
