@@ -6,7 +6,7 @@ READY := .venv/.ready
 # One thread per worker: two workers with two threads each would compete for two cores.
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: help venv demo test test-all test-gpu check docs controls bench clean audit-mutants test-vllm
+.PHONY: help venv demo test test-all test-gpu check docs controls bench clean audit-mutants test-vllm test-references
 
 help:
 	@echo "make demo      two prompts, plain and speculative, side by side, on the bundled model"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench     the CPU figures of docs/figures.md"
 	@echo "make audit-mutants  wrong decoders under audit; writes the tables of docs/reading-a-certificate.md"
 	@echo "make test-vllm audits vLLM itself, in an environment of its own (.venv-vllm)"
+	@echo "make test-references  published drafters against the packages that define them (.venv-references)"
 
 venv: $(READY)
 
@@ -86,5 +87,19 @@ test-vllm: .venv-vllm/.ready
 		VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
 		$(VLLM)/pytest -m vllm -k $$kind tests/auditor/test_vllm.py || exit 1; done
 
+# The packages that published drafters are compared with. speculators would bring parts that no test uses.
+REFERENCES := .venv-references/bin
+.venv-references/.ready: Makefile
+	test -x $(REFERENCES)/python || $(PYTHON) -m venv .venv-references
+	$(REFERENCES)/pip install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.22.2 pydantic \
+		pydantic-settings loguru openai "datasets<=5.1.0" psutil protobuf typer rich
+	$(REFERENCES)/pip install --quiet --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0 \
+		dflash==0.1.0
+	touch .venv-references/.ready
+
+test-references: $(READY) .venv-references/.ready
+	$(TEST) -m slow tests/models/test_eagle3.py tests/models/test_export.py tests/models/test_mtp.py \
+		tests/models/test_dflash.py
+
 clean:
-	rm -rf .venv .venv-vllm site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-references site .pytest_cache .mypy_cache .ruff_cache .hypothesis

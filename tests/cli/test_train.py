@@ -11,7 +11,7 @@ from draftproof.train.report import verdict
 def test_a_head_is_trained_drafts_and_is_trained_further(run, model, tmp_path):
     out, later = tmp_path / "head", tmp_path / "later"
     how = ("--minutes", "0.15", "--length", "32", "--batch", "4", "--depth", "2", "--device", "cpu")
-    said = run("train", "--target", model, "--out", str(out), *how)
+    said = run("train", "--target", model, "--out", str(out), *how, "--export", "speculators")
     assert said.status == 0, said.err
     assert "Tokens per pass" in said.out
     assert "code-editing" in said.out
@@ -20,6 +20,15 @@ def test_a_head_is_trained_drafts_and_is_trained_further(run, model, tmp_path):
         "generate", "--target", model, "--drafter", f"head:{out}", "-n", "8", "--device", "cpu", "the fox", "--stats"
     )
     assert generated.status == 0, generated.err
+    exported = run(
+        "generate", "--target", model, "--drafter", f"eagle3:{out / 'speculators'}", "-n", "8", "--device", "cpu", "fox"
+    )
+    assert exported.status == 0, exported.err
+    again = run("models", "export", str(out), str(tmp_path / "vllm"), "--target", model)
+    assert again.status == 0, again.err
+    assert '"method": "eagle3"' in again.out
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "vllm" / name).read_bytes() == (out / "speculators" / name).read_bytes()
     more = ("--start", str(out), "--seed", "1", "--vocab", "64", "--data", "0.3", "--no-counts")
     taught = run("train", "--target", model, "--out", str(later), *how, *more)
     assert taught.status == 0, taught.err

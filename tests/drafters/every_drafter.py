@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftproof.drafters.dflash import DFlashDrafter
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.interface import Drafter
 from draftproof.drafters.model import ModelDrafter, early_exit
@@ -13,8 +14,14 @@ from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
+from draftproof.models.head.attach import attach_dflash
+from draftproof.models.head.dflash import DFlash, DFlashShape, FittedDFlash
+from draftproof.models.head.dflash_file import DFlashDraft
+from draftproof.models.head.layer import LayerShape
 from draftproof.models.head.network import FittedHead, Head
+from draftproof.models.head.rotary import Rotary
 from draftproof.models.head.taps import shape_for
+from draftproof.models.head.vocabulary import PublishedVocabulary
 from draftproof.models.hf import HFModel
 from draftproof.models.toy import Toy
 
@@ -58,6 +65,18 @@ def random_head(size: int = V) -> FittedHead:
     )
 
 
+@cache
+def random_dflash(block: int = 4) -> FittedDFlash:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2
+    )
+    shape = DFlashShape(LayerShape.of(config), (1,), 16, block, mask_token=0, windows=(None, 3), causal=(False, True))
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        network = DFlash(shape, Rotary(config)).eval()
+    return attach_dflash(DFlashDraft(network, PublishedVocabulary(None, None, None)), net(), "random")
+
+
 CHAINS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: NGram(),
     "ngram, fillers": lambda: NGram(3, fillers=2),
@@ -74,6 +93,8 @@ CHAINS: dict[str, Callable[[], Drafter]] = {
     "head": lambda: HeadDrafter(random_head()),
     "head, confidence": lambda: HeadDrafter(random_head(), confidence=0.3),
     "head, smaller vocabulary": lambda: HeadDrafter(random_head(4)),
+    "dflash": lambda: DFlashDrafter(random_dflash()),
+    "dflash, confidence": lambda: DFlashDrafter(random_dflash(), confidence=0.3),
     "suffix or head": lambda: Switch(Suffix(), HeadDrafter(random_head(4)), enough=3),
 }
 TREES: dict[str, Callable[[], Drafter]] = {
@@ -83,6 +104,7 @@ TREES: dict[str, Callable[[], Drafter]] = {
     "model, tree, confidence": lambda: ModelDrafter(toy(), branches=3, confidence=0.3),
     "early exit, tree": lambda: early_exit(tiny_llama(), 1, branches=2),
     "head, tree": lambda: HeadDrafter(random_head(), branches=2),
+    "dflash, tree": lambda: DFlashDrafter(random_dflash(6), branches=2),
     "suffix or head, tree": lambda: Switch(Suffix(branches=2), HeadDrafter(random_head(4), branches=2), enough=3),
 }
 KEEPING: dict[str, Callable[[], Drafter]] = {

@@ -16,16 +16,16 @@ STEPS, ROWS, LENGTH = 150, 48, 14
 
 @cache
 @torch.enable_grad()
-def trained(steps: int = STEPS) -> Head:
+def trained(steps: int = STEPS, taps: tuple[int, ...] | None = None) -> Head:
     """Train a head by one-step cross-entropy on random texts: good at the next token, worse at later ones."""
     model = llama()
-    head = Head(shape_for(model), seed=1)
+    head = Head(shape_for(model, taps), seed=1)
     numbers = torch.Generator().manual_seed(0)
     optimiser = torch.optim.Adam(head.parameters(), lr=0.01)
     rows = output_rows(model, torch.tensor(IDS))
     for _ in range(steps):
         tokens = torch.randint(V, (ROWS, LENGTH), generator=numbers)
-        states, p = _target_outputs(tokens)
+        states, p = _target_outputs(tokens, head.taps)
         log_q = (_head_states(head, tokens, states) @ rows.T).log_softmax(-1)
         loss = -(p[:, 1:, list(IDS)] * log_q).sum(-1).mean()
         optimiser.zero_grad()
@@ -35,9 +35,9 @@ def trained(steps: int = STEPS) -> Head:
 
 
 @torch.no_grad()
-def _target_outputs(tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+def _target_outputs(tokens: Tensor, taps: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
     out = llama()(tokens, output_hidden_states=True, use_cache=False)
-    return [out.hidden_states[tap] for tap in shape_for(llama()).taps], out.logits.softmax(-1)
+    return [out.hidden_states[tap] for tap in taps], out.logits.softmax(-1)
 
 
 def _head_states(head: Head, tokens: Tensor, states: list[Tensor]) -> Tensor:

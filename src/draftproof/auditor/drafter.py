@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from draftproof.auditor.reference import ReferenceModel, TargetDistributions, fingerprint, in_use
 from draftproof.core.sampling import SamplingParams
-from draftproof.models.head.attach import SHIPPED, fitted
+from draftproof.models.head.attach import SHIPPED, fitted, fitted_eagle3, fitted_mtp
 from draftproof.models.head.network import FittedHead
 
 DistributionOf = Callable[[Sequence[int]], Float[Tensor, " V"]]
@@ -26,7 +26,7 @@ COPYING: Final = ("ngram", "suffix", "prompt-lookup")
 """Names of drafters that copy from the text. Any other name does not determine a distribution, and bets on copied text
 would not find a skipped residual."""
 
-HEAD_NAMES: Final = ("head", "suffix+head")
+HEAD_NAMES: Final = ("head", "suffix+head", "eagle3", "mtp")
 """Names of drafters that draw from a head; the head's folder may follow after a colon."""
 
 
@@ -99,7 +99,13 @@ def resolve_head(drafter: Any, target: Any) -> Any:
         return drafter
     if getattr(target, "config", None) is None:
         raise ValueError(f"a head reads the states of a transformers model; the target is a {type(target).__name__}")
-    return HeadReference(fitted(folder or SHIPPED, target) if name in HEAD_NAMES else drafter, target)
+    if name == "eagle3":
+        drafter = fitted_eagle3(folder, target)
+    elif name == "mtp":
+        drafter = fitted_mtp(folder, target)
+    elif name in HEAD_NAMES:
+        drafter = fitted(folder or SHIPPED, target)
+    return HeadReference(drafter, target)
 
 
 class HeadReference(ReferenceModel):
@@ -118,7 +124,7 @@ class HeadReference(ReferenceModel):
         """Return logits after the last `scored` tokens; uniform after the first, where a head has no input."""
         head, B, n = self._head, len(tokens), tokens.shape[1] - 1
         hidden = self._pass(tokens, 1, output_hidden_states=True).hidden_states
-        h = head.head.fuse([hidden[tap][:, :n].float() for tap in head.head.shape.taps])
+        h = head.head.fuse([hidden[tap][:, :n].float() for tap in head.head.taps])
         follow, positions = tokens[:, 1:].to(h.device), torch.arange(n, device=h.device).expand(B, n)
         states = head.head.step(head.embedded(follow), h, positions, head.head.new_cache(B, n), reach=n) if n else h
         guessed = head.logits(states[:, max(0, n - scored) :])

@@ -1,4 +1,4 @@
-"""`draftproof models`: list the models on this machine, download the bundled one, remove it."""
+"""`draftproof models`: list the models on this machine, download the bundled one, remove it, export heads."""
 
 import json
 from pathlib import Path
@@ -20,10 +20,11 @@ Examples:
   draftproof models
   draftproof models fetch            download the bundled model (about 90 MB; 540 MB on disk)
   draftproof models remove           delete it again
+  draftproof models export HEAD OUT --target MODEL     write a trained head for vLLM
 """
 
 
-@click.group(help=HELP, short_help="List, download and remove models.", invoke_without_command=True)
+@click.group(help=HELP, short_help="List, download and remove models; export heads.", invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the list as JSON.")
 @click.pass_context
 def models(ctx: click.Context, as_json: bool) -> None:
@@ -75,6 +76,25 @@ def remove(name: str, yes: bool) -> None:
         click.confirm(f"Remove {bundled.folder()} ({megabytes(freed)})?", abort=True)
     bundled.remove()
     click.echo(f"removed {name}: {megabytes(freed)} freed")
+
+
+@models.command(short_help="Write a trained head in the format of speculators, which vLLM serves.")
+@click.argument("head", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--target", metavar="MODEL", required=True, help="Target that the head was trained on.")
+def export(head: Path, out: Path, target: str) -> None:
+    """Write the head in the folder HEAD to the folder OUT, in the format of the package speculators.
+
+    A head that reads the states after the target's last layer cannot be exported, because vLLM has them before the
+    final norm. Train it with `draftproof train --export speculators`.
+    """
+    from draftproof.models.head.export import export as export_head
+    from draftproof.models.loading import LoadOptions, load_model
+
+    model, _ = load_model(target, LoadOptions(device="cpu", pack=False))
+    export_head(head, out, model)
+    settings = json.dumps({"method": "eagle3", "model": str(out), "num_speculative_tokens": 4})
+    click.echo(f"{head} is in {out}: vllm serve {target} --speculative-config '{settings}'")
 
 
 def bundled_model() -> dict[str, Any]:

@@ -13,7 +13,10 @@ from draftproof.cli.suggest import did_you_mean
 RULES: Final = ("block", "token", "coupled", "tree")
 """The names in `draftproof.rules.RULES`, repeated here because importing that module imports torch."""
 
-DRAFTERS: Final = ("auto", "ngram", "suffix", "prompt-lookup", "early-exit:N", "head", "suffix+head")
+DRAFTERS: Final = (
+    *("auto", "ngram", "suffix", "prompt-lookup", "early-exit:N", "head", "suffix+head"),
+    *("eagle3:FOLDER", "dflash:FOLDER", "mtp"),
+)
 """The names in `draftproof.drafters.registry`, repeated here because importing that module imports torch."""
 
 
@@ -87,8 +90,9 @@ def engine_options(
             "--drafter", metavar="NAME", show_default=drafter,
             help="How draft tokens are proposed: ngram, suffix or prompt-lookup (copied from the text so far), "
             "early-exit:N (the target's first N layers), head or head:FOLDER (a trained drafting head), suffix+head "
-            "(copied where the text repeats, else the head), auto (the bundled head if it fits the target, else "
-            "ngram), or none (plain decoding).",
+            "(copied where the text repeats, else the head), eagle3:FOLDER or dflash:FOLDER (a published EAGLE-3 head "
+            "or DFlash drafter), mtp (the multi-token prediction layer of the target's checkpoint), auto (the bundled "
+            "head if it fits the target, else ngram), or none (plain decoding).",
         ),
         draft_length_option(num_draft_tokens),
         click.option(

@@ -7,6 +7,7 @@ import click
 
 from draftproof.cli.console import screen
 from draftproof.cli.options import DEVICE_HELP
+from draftproof.train.config import EXPORT_FORMATS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +29,7 @@ the name, SHA-256 and command of the head it started from.
 Examples:
   draftproof train --target Qwen/Qwen3-0.6B --out heads/qwen3-0.6b --minutes 60
   draftproof train --target Qwen/Qwen3-0.6B --out heads/qwen3-0.6b --minutes 60 --resume
+  draftproof train --target Qwen/Qwen3-0.6B --out heads/qwen3-0.6b --minutes 60 --export speculators
   draftproof train --target Qwen/Qwen3-0.6B --out heads/better --start heads/qwen3-0.6b --seed 1 --vocab 16384
   draftproof generate --target Qwen/Qwen3-0.6B --drafter head:heads/qwen3-0.6b "Why is the sky blue?" --stats
 
@@ -82,6 +84,11 @@ continued with --resume and more --minutes.
     help="Prompts for the evaluation, in the format of `draftproof bench --prompts`.",
 )  # fmt: skip
 @click.option("--counts/--no-counts", default=True, help="Whether to measure tokens per pass in the engine at the end.")
+@click.option(
+    "--export", type=click.Choice(EXPORT_FORMATS),
+    help="Also write the head in this format, which vLLM serves, to a folder of this name in --out. Such a head reads "
+    "other layers of the target; a head trained without this option cannot be exported.",
+)  # fmt: skip
 @click.option("--resume", is_flag=True, help="Continue the run in the folder --out.")
 @click.option(
     "--pause-after", type=float, metavar="MINUTES", help="Stop after this time; --resume continues the run later."
@@ -112,6 +119,8 @@ def run_training(options: dict[str, Any], resume: bool, pause_after: float | Non
     out.print(summary(figures), markup=False, soft_wrap=True)
     usage = f": load it with load(…, drafter='head:{config.out}')" if figures["verdict"]["helps"] else ""
     out.print(f"The head is in {config.out}{usage}", markup=False, soft_wrap=True)
+    if config.export:
+        out.print(f"In the format of {config.export} it is in {config.exported}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -5,7 +5,7 @@ probability 0 in the draft.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -20,27 +20,23 @@ from draftproof.core.rng import Philox, Purpose
 from draftproof.core.sampling import SamplingParams, warp_without_sync
 from draftproof.core.types import PAD, Draft, History
 from draftproof.drafters.build import Guess, Spine, check_count, check_share, chosen
+from draftproof.drafters.head_rectangular import RectangularHeadReader
+from draftproof.drafters.head_row import MAX_BATCHED, POSITIONS_PER_PASS, HeadRow
 from draftproof.drafters.head_tree import grow_levels
 from draftproof.drafters.interface import Context, TargetFeatures
 from draftproof.drafters.sample import Draws, penalty_history, with_drafted
 from draftproof.drafters.switch import merged
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.extents import pages_for
-from draftproof.models.head.network import FittedHead, rounded
+from draftproof.models.head.network import FittedHead, Head, rounded
 from draftproof.models.head.rows import HeadRows
 from draftproof.models.pool import PoolFull, SavedRow
-
-MAX_BATCHED: Final = 16
-"""Positions up to which rows are read in one batch; a longer row is read alone, because the others would be padding."""
 
 ROOM: Final = 32
 """Entries that a new row has room for after its text; it grows with it."""
 
 LEAST_TOKENS: Final = 2**16
 """Tokens in the pool of a head: beside a target on a GPU, or without an engine."""
-
-POSITIONS_PER_PASS: Final = 512
-"""Positions of one row read in a pass; the attention mask of a whole prompt could be larger than the head."""
 
 
 class HeadDrafter:
@@ -59,31 +55,39 @@ class HeadDrafter:
         check_share("confidence", confidence)
         if branches > len(head.vocab.ids):
             raise ValueError(f"branches={branches}, but the head knows only {len(head.vocab.ids)} tokens")
-        self.features = TargetFeatures(layers=head.head.shape.taps)
+        self.features = TargetFeatures(layers=head.head.taps)
         self._head, self._confidence, self._branches = head, confidence, branches
-        self._memory = HeadReader(head, graphs=graphs)
+        self._memory: HeadReader | RectangularHeadReader = (
+            HeadReader(head, graphs=graphs)
+            if isinstance(head.head, Head)
+            else RectangularHeadReader(head, graphs=graphs)
+        )
 
     def kv_bytes(self) -> int:
-        """Return the bytes that a token takes in the head's pool."""
-        return self._head.head.kv_shape.bytes
+        """Return the bytes that a token takes in the head's pool; 0 for a head that has none."""
+        return self._head.head.kv_shape.bytes if isinstance(self._head.head, Head) else 0
 
     def open_pool(self, pages: int) -> None:
-        self._memory.open(pages)
+        if isinstance(self._memory, HeadReader):
+            self._memory.open(pages)
 
-    def follow(self, context: Context, length: int) -> None:
-        self._memory.follow(context)
+    def follow(self, context: Context, length: int) -> bool:
+        return isinstance(self._memory, HeadReader) and self._memory.follow(context)
 
     def adopt(self, context: Context, holder: int, length: int) -> bool:
-        return self._memory.adopt(context, holder, length)
+        return isinstance(self._memory, HeadReader) and self._memory.adopt(context, holder, length)
 
     def suspend(self, request: int) -> None:
-        self._memory.suspend(request)
+        if isinstance(self._memory, HeadReader):
+            self._memory.suspend(request)
 
     def rest(self, request: int) -> None:
-        self._memory.rest(request)
+        if isinstance(self._memory, HeadReader):
+            self._memory.rest(request)
 
     def forget(self, requests: Sequence[int]) -> None:
-        self._memory.drop(requests)
+        if isinstance(self._memory, HeadReader):
+            self._memory.drop(requests)
 
     def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Propose up to k[b] tokens for each row, or k[b] slots of a tree; see `Drafter`.
@@ -109,7 +113,7 @@ class HeadDrafter:
         samplings = [context.sampling for context in contexts]
         greedy = all(sampling.temperature == 0 for sampling in samplings)
         if greedy and self._confidence:
-            samplings = [_ranking(sampling) for sampling in samplings]
+            samplings = [ranking(sampling) for sampling in samplings]
         histories = [penalty_history(context, h.device) for context in contexts]
         spine, draws = Spine(self._branches, to_device(slots, h.device)), Draws(samplings, rng, self._head.vocab)
         for start in range(0, max(slots), self._branches):
@@ -117,7 +121,7 @@ class HeadDrafter:
                 wanted = [start < most for most in slots]
                 h = self._memory.step(spine.tokens[-1], h, len(spine.tokens), wanted)
             drafted = with_drafted(histories, samplings, spine.tokens)
-            spine.add(*_draw(draws, self._head.logits(h), drafted, start, greedy))
+            spine.add(*draw_token(draws, self._head.logits(h), drafted, start, greedy))
             if self._confidence and spine.end_after_weak(self._confidence):
                 break
         draft = spine.draft(shared_rng=rng.shared)
@@ -129,7 +133,7 @@ class HeadDrafter:
         if not any(slots):
             return chosen([Guess([], [])] * len(contexts), self._head.table.device, tree=True)
         h = self._memory.catch_up(contexts, [most > 0 for most in slots])
-        samplings = [_ranking(context.sampling) for context in contexts]
+        samplings = [ranking(context.sampling) for context in contexts]
         histories = [penalty_history(context, h.device) for context in contexts]
 
         def score(states: Float[Tensor, "B w H"]) -> tuple[Int[Tensor, "B w c"], Float[Tensor, "B w c"]]:
@@ -140,7 +144,7 @@ class HeadDrafter:
         return grow_levels(h, slots, self._branches, score, self._memory.branch)
 
 
-def _draw(
+def draw_token(
     draws: Draws, logits: Float[Tensor, "B R"], histories: list[History], j: int, greedy: bool
 ) -> tuple[Distribution, Int[Tensor, " B"]]:
     """Draw each row's j-th token, or take the argmax if all rows are greedy; return its distribution and the token.
@@ -162,7 +166,7 @@ def _draw(
     return dist, vocab.ids[replace(dist, vocab=None, point=point).draw(rng, Purpose.DRAFT, j)]
 
 
-def _ranking(sampling: SamplingParams) -> SamplingParams:
+def ranking(sampling: SamplingParams) -> SamplingParams:
     """Replace temperature 0 by 1 to rank candidates.
 
     A greedy target takes its argmax, but the head does not know for certain which token that is; its own probabilities
@@ -277,17 +281,18 @@ class HeadReader:
             reach, tokens, h, positions, self._starts, slots=inside[:, M - w :], visible=visible
         )
 
-    def follow(self, context: Context) -> None:
-        """Read the target's states at the tokens of a prompt that it has just read."""
+    def follow(self, context: Context) -> bool:
+        """Read the target's states at the tokens of a prompt that it has just read; False if there is no room."""
         if not self._receive_prompt(context):
-            return
+            return False
         row = self._rows[context.id]
         parts, row.waiting = row.waiting, []
         if not parts:
-            return
+            return True
         fused = self._fuse(parts)
         row.read, row.last = row.known - len(fused), fused[-1:]
         self._read_entries(context, fused)
+        return True
 
     def _receive_prompt(self, context: Context) -> bool:
         if not self._enter(context, MAX_BATCHED):
@@ -436,32 +441,3 @@ class HeadReader:
         every = last.new_zeros((len(counts), last.shape[1]))
         every[index] = last
         return every
-
-
-@dataclass(slots=True)
-class HeadRow:
-    """One request's progress: `read` entries of the cache are valid, `waiting` holds the states to be read next."""
-
-    read: int = 0
-    waiting: list[tuple[Tensor, ...]] = field(default_factory=list)
-    known: int = 0
-    """Positions whose states are read or waiting."""
-    last: Float[Tensor, "1 H"] | None = None
-    """The fused state of the last entry, so that a second proposal without new states gives the same draft."""
-
-    def receive(self, context: Context) -> None:
-        """Store the hidden states that are new in the context's target outputs.
-
-        Positions that were skipped get states of zeros; the head then guesses worse, and nothing else changes.
-        """
-        outputs = context.target_outputs
-        if outputs is None or not outputs.hidden:
-            return
-        hidden, stop = outputs.hidden, min(outputs.stop, len(context.tokens) - 1)
-        first = outputs.stop - len(hidden[0])
-        if stop <= self.known:
-            return
-        if first > self.known:
-            self.waiting.append(tuple(states.new_zeros(first - self.known, states.shape[1]) for states in hidden))
-        self.waiting.append(tuple(states[max(0, self.known - first) : stop - first] for states in hidden))
-        self.known = stop

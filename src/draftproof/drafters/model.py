@@ -74,8 +74,9 @@ class ModelDrafter:
     def open_pool(self, pages: int) -> None:
         self._reader.open(pages)
 
-    def follow(self, context: Context, length: int) -> None:
+    def follow(self, context: Context, length: int) -> bool:
         self._reader.follow(context, self._readable(length))
+        return True
 
     def adopt(self, context: Context, holder: int, length: int) -> bool:
         return self._reader.adopt(context, holder, self._readable(length))

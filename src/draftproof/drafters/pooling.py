@@ -21,8 +21,11 @@ class CachingDrafter(Protocol):
     def open_pool(self, pages: int) -> None:
         """Allocate a pool of so many pages. From then on rows stay until `forget`."""
 
-    def follow(self, context: Context, length: int) -> None:
-        """Read the first `length` tokens of a prompt, which the target has just read, so that no draft waits for it."""
+    def follow(self, context: Context, length: int) -> bool:
+        """Read the first `length` tokens of a prompt, which the target has just read, so that no draft waits for it.
+
+        Return whether the target's states in the context were taken; if not, they are kept for the first proposal.
+        """
 
     def adopt(self, context: Context, holder: int, length: int) -> bool:
         """Take over the first `length` tokens of another request's row; return False if it does not hold them."""
@@ -50,8 +53,7 @@ class DrafterState:
 
     def follow(self, context: Context, length: int) -> bool:
         """Return whether the drafter has taken the target's states at the tokens that were read."""
-        self._tell("follow", context, length)
-        return isinstance(self.drafter, CachingDrafter)
+        return bool(self._tell("follow", context, length))
 
     def adopt(self, context: Context, holder: int, length: int) -> bool:
         """Return whether a prefix may be shared: a drafter that reads the target's states must hold it, too."""

@@ -1,6 +1,7 @@
 """Make a drafter from its name."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from draftproof.drafters.interface import Drafter
@@ -12,8 +13,11 @@ from draftproof.drafters.switch import Switch
 from draftproof.models.interface import Model
 
 AUTO: Final = "auto"
+DFLASH: Final = "dflash"
+EAGLE3: Final = "eagle3"
 EARLY_EXIT: Final = "early-exit"
 HEAD: Final = "head"
+MTP: Final = "mtp"
 PROMPT_LOOKUP: Final = "prompt-lookup"
 SUFFIX_HEAD: Final = "suffix+head"
 
@@ -37,10 +41,10 @@ DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {
 }
 """Drafters that need nothing of the target, each made from a number of branches."""
 
-OF_TARGET: Final = (AUTO, EARLY_EXIT, HEAD, SUFFIX_HEAD)
-"""Drafters that need the target: "early-exit:n" uses its first n layers, "head:folder" reads its hidden states."""
+OF_TARGET: Final = (AUTO, EARLY_EXIT, HEAD, SUFFIX_HEAD, EAGLE3, DFLASH, MTP)
+"""Drafters that need the target: "early-exit:n" uses its first n layers; the others read its hidden states."""
 
-NAMES: Final = (AUTO, *DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD)
+NAMES: Final = (AUTO, *DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD, f"{EAGLE3}:folder", f"{DFLASH}:folder", MTP)
 """Everything that `drafter=` takes by name."""
 
 
@@ -56,6 +60,7 @@ def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf:
         if not isinstance(spec, Drafter):
             raise ValueError(f"drafter must have a method propose(contexts, k, rng); {type(spec).__name__} has none")
         return spec
+    spec = with_kind(spec)
     if spec in DRAFTERS:
         return DRAFTERS[spec](branches)
     name, _, rest = spec.partition(":")
@@ -66,13 +71,28 @@ def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf:
         return _early_exit(spec, rest, target, branches)
     if name == AUTO:
         return resolve(meant(spec, hf), target, branches=branches, hf=hf)
-    head = _head(spec, rest, hf, branches, graphs=_uses_graphs(target))
-    return head if name == HEAD else Switch(Suffix(branches=branches), head)
+    if not _is_decoder_only(hf):
+        raise ValueError(
+            f"drafter {spec!r} reads the hidden states of a causal transformers model; the target is a "
+            f"{type(hf).__name__}"
+        )
+    head = _head(name, rest, hf, branches, graphs=_uses_graphs(target))
+    return Switch(Suffix(branches=branches), head) if name == SUFFIX_HEAD else head
 
 
 def is_name(spec: str) -> bool:
-    """Tell whether this is the name of a drafter. Any other string may still name a draft model."""
-    return spec in DRAFTERS or spec.partition(":")[0] in OF_TARGET
+    """Tell whether this is the name of a drafter, or the folder of a head. Any other string may name a draft model."""
+    return spec in DRAFTERS or with_kind(spec).partition(":")[0] in OF_TARGET
+
+
+def with_kind(spec: str) -> str:
+    """Write the kind of head before a plain folder that holds one: "folder" becomes "eagle3:folder"."""
+    if spec in DRAFTERS or spec.partition(":")[0] in OF_TARGET or not Path(spec).is_dir():
+        return spec
+    from draftproof.models.head.published import kind_of
+
+    kind = kind_of(Path(spec))
+    return spec if kind is None else f"{kind}:{spec}"
 
 
 def meant(spec: str, hf: Any) -> str:
@@ -95,18 +115,24 @@ def _early_exit(spec: str, layers: str, target: Model | None, branches: int) -> 
     return early_exit(target, int(layers), branches=branches)
 
 
-def _head(spec: str, folder: str, hf: Any, branches: int, graphs: bool) -> Drafter:
+def _head(name: str, folder: str, hf: Any, branches: int, graphs: bool) -> Drafter:
     from draftproof.drafters.head import HeadDrafter
-    from draftproof.models.head.attach import SHIPPED, fitted
+    from draftproof.models.head.attach import SHIPPED, fitted, fitted_dflash, fitted_eagle3, fitted_mtp
 
-    if not _is_decoder_only(hf):
-        raise ValueError(
-            f"drafter {spec!r} reads the hidden states of a causal transformers model; the target is a "
-            f"{type(hf).__name__}"
-        )
+    if name in (EAGLE3, DFLASH) and not folder:
+        raise ValueError(f'drafter "{name}" wants the folder or hub id of a drafter, as in "{name}:folder"')
+    if name == DFLASH:
+        from draftproof.drafters.dflash import DFlashDrafter
+
+        return DFlashDrafter(fitted_dflash(folder, hf), branches=branches)
+    if name == MTP:
+        # No CUDA graphs: transformers' experts are chosen on the host.
+        return HeadDrafter(fitted_mtp(folder, hf), branches=branches, graphs=False)
+    if name == EAGLE3:
+        return HeadDrafter(fitted_eagle3(folder, hf), branches=branches, graphs=graphs)
     if not folder and not SHIPPED.is_dir():
         raise ValueError(
-            f"drafter {spec!r} is the head of the bundled model, and this installation has none: name one, "
+            f"drafter {name!r} is the head of the bundled model, and this installation has none: name one, "
             f'"{HEAD}:folder", or train it: draftproof train'
         )
     return HeadDrafter(fitted(folder or SHIPPED, hf), branches=branches, graphs=graphs)

@@ -44,9 +44,9 @@ class Switch:
             if isinstance(drafter, CachingDrafter):
                 drafter.open_pool(pages)
 
-    def follow(self, context: Context, length: int) -> None:
-        for drafter in self._both:
-            DrafterState(drafter).follow(context, length)
+    def follow(self, context: Context, length: int) -> bool:
+        taken = [DrafterState(drafter).follow(context, length) for drafter in self._both]
+        return all(took or not features_of(d).layers for took, d in zip(taken, self._both, strict=True))
 
     def adopt(self, context: Context, holder: int, length: int) -> bool:
         return all(DrafterState(drafter).adopt(context, holder, length) for drafter in self._both)

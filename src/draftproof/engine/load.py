@@ -1,6 +1,7 @@
 """Load an engine: names, folders and loaded models become one, or are refused with the reason."""
 
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +39,10 @@ def load(
 
     target            "smollm2" (bundled), a folder, a hub id, or a loaded transformers model (causal, or with encoder)
     drafter           None (plain decoding), "ngram", "prompt-lookup", "suffix", "early-exit:6", "head" (of the bundled
-                      model) or "head:folder", "suffix+head" (either, by the row), a smaller model's name, folder or
-                      object, or any `Drafter`. "auto" is the head where one is shipped for the target, else "ngram"
+                      model) or "head:folder", "suffix+head" (either, by the row), "eagle3:folder" or "dflash:folder" (a
+                      published drafter; the folder alone will do), "mtp" (a layer of the target's checkpoint), a
+                      smaller model's name, folder or object, or any `Drafter`. "auto" is the head where one is shipped
+                      for the target, else "ngram"
     rule              "block", "token", "coupled", "tree", or a verifier
     num_draft_tokens  "auto", or a number
     device, dtype     for models loaded here; default: CUDA if there is one, else the CPU in float32
@@ -82,6 +85,7 @@ def as_drafter(
     hf: Any = None,
 ) -> Drafter | None:
     """Make a drafter from a user's argument: a name, a model or a `Drafter`. `hf` is the target in transformers."""
+    spec = str(spec) if isinstance(spec, Path) else spec
     if spec is None or (isinstance(spec, str) and is_name(spec)) or isinstance(spec, Drafter):
         return resolve(spec, target, branches=branches, hf=hf)
     try:

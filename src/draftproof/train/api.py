@@ -1,6 +1,7 @@
 """Train a drafting head from start to finish: generate texts with the target, train the head, evaluate it."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -13,9 +14,9 @@ from transformers import PreTrainedModel
 from draftproof.engine.load import load
 from draftproof.models.attention import steady_attention
 from draftproof.models.compatibility import head_size
+from draftproof.models.head.export import export
 from draftproof.models.head.file import meta_for, save
 from draftproof.models.head.network import Head
-from draftproof.models.head.taps import shape_for
 from draftproof.models.hf import HFModel
 from draftproof.train import report as reports
 from draftproof.train.config import DATA_SHARE, DEFAULT_VOCAB, Budget, RunFolder, TrainConfig, open_run_folder
@@ -92,7 +93,7 @@ def _train_and_save(run_folder: RunFolder, budget: Budget, watch: Watch) -> Figu
     start = initial_head(config, model)
     texts = make_corpus(run_folder, model, tokenizer, budget, watch.stage)
     watch.say(f"{len(texts.train)} texts of {texts.train.tokens.shape[1]} tokens")
-    signals = _target_signals(config, model, tokenizer, texts)
+    signals = _target_signals(config, model, tokenizer, texts, start.head.shape.taps)
     run = _training_run(run_folder, start.head.to(model.device), signals, texts, budget)
     run.run(watch.progress)
     figures = _figures(config, budget, texts, run, start)
@@ -101,6 +102,9 @@ def _train_and_save(run_folder: RunFolder, budget: Budget, watch: Watch) -> Figu
     seconds = (HELD_OUT_SHARE if config.counts else 1.0) * budget.left_until(budget.seconds)
     figures["held_out"] = asdict(evaluate_held_out(run.trainer, signals, texts.held_out, seconds))
     _save_head(config, figures, run.trainer, signals, model)
+    if config.export:
+        shutil.rmtree(config.exported, ignore_errors=True)  # of an earlier part of this run
+        export(config.out, config.exported, model)
     return figures
 
 
@@ -117,11 +121,13 @@ def _load_target(config: TrainConfig) -> tuple[PreTrainedModel, Any]:
     return engine.hf, engine.tokenizer
 
 
-def _target_signals(config: TrainConfig, model: PreTrainedModel, tokenizer: Any, texts: Corpus) -> TargetSignals:
+def _target_signals(
+    config: TrainConfig, model: PreTrainedModel, tokenizer: Any, texts: Corpus, taps: tuple[int, ...]
+) -> TargetSignals:
     """Choose the head's vocabulary from the texts, and wrap the target for training."""
     vocab = config.vocab or min(DEFAULT_VOCAB, head_size(model))
     ids = frequent_tokens(texts.train, head_size(model), vocab, end_tokens(model, tokenizer))
-    return TargetSignals(model, shape_for(model).taps, ids)
+    return TargetSignals(model, taps, ids)
 
 
 def _training_run(

@@ -31,6 +31,10 @@ FREE_TO_CHANGE: Final = frozenset(
 """Options that a resumed run may change. Changing any other would train a different head."""
 
 
+EXPORT_FORMATS: Final = ("speculators",)
+"""Formats that a head can be exported to (models/head/export.py)."""
+
+
 class PausedError(Exception):
     """Raised when a run has used up the time given to one process; its work is saved."""
 
@@ -71,6 +75,8 @@ class TrainConfig:
     depth    the draft length it is trained for
     length   tokens of a text. All but two are training positions; GPUs prefer a multiple of 8 positions
     batch    texts of a step
+    export   a format of models/head/export.py in which the head is also written, to the folder `exported`. Such a head
+             reads other layers: a reader of that format gets no normed states of the last layer
     """
 
     target: str
@@ -89,8 +95,11 @@ class TrainConfig:
     name: str | None = None
     licence: str = "that of the target's weights"
     prompts: Path | None = None
+    export: str | None = None
 
     def __post_init__(self) -> None:
+        if self.export is not None and self.export not in EXPORT_FORMATS:
+            raise ValueError(f"export={self.export!r}: heads can be exported to {', '.join(EXPORT_FORMATS)}")
         if not self.minutes > 0:
             raise ValueError(f"minutes must be more than 0; got {self.minutes}")
         self.schedule.check()
@@ -112,12 +121,18 @@ class TrainConfig:
         return self.name or (Path(self.target).name if Path(self.target).exists() else self.target)
 
     @property
+    def exported(self) -> Path:
+        return self.out / (self.export or "")
+
+    @property
     def command(self) -> str:
         """Return the command line that trains such a head again, without the paths of this machine."""
         target = Path(self.target).name if Path(self.target).exists() else self.target
         options = {"target": target, "out": self.out.name, "minutes": f"{self.minutes:g}"}
         if self.start:
             options["start"] = self.start.name
+        if self.export:
+            options["export"] = self.export
         numbers = {**asdict(self), "learning_rate": self.schedule.learning_rate}
         for name in ("data", "vocab", "depth", "seed", "length", "batch", "learning_rate"):
             if numbers[name] is not None:

@@ -14,6 +14,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
 from draftproof.models.bundled.download import sha256
+from draftproof.models.compatibility import decoder_config
+from draftproof.models.head.export import check_exportable, exportable_taps
 from draftproof.models.head.file import WEIGHTS, HeadMeta, check_target, load
 from draftproof.models.head.network import Head, HeadShape
 from draftproof.models.head.taps import shape_for
@@ -284,21 +286,24 @@ class InitialHead:
 def initial_head(config: TrainConfig, model: PreTrainedModel) -> InitialHead:
     """Return a new head, or the one in `config.start`, in float32 on the CPU; refuse a head of another target."""
     if config.start is None:
-        return InitialHead(new_head(model, config.seed))
+        layers = decoder_config(model).num_hidden_layers
+        return InitialHead(new_head(model, config.seed, exportable_taps(layers) if config.export else None))
     head, meta = load(config.start)
     check_target(meta, model)
     _check_shape(head, model, config.start)
+    if config.export:
+        check_exportable(head, meta, str(config.start))
     provenance = _provenance(config.start, meta)
     _check_seed(config, provenance)
     return InitialHead(head.requires_grad_(True), provenance)
 
 
-def new_head(model: PreTrainedModel, seed: int) -> Head:
+def new_head(model: PreTrainedModel, seed: int, taps: tuple[int, ...] | None = None) -> Head:
     """Return an untrained head, with a copy of the target's final norm if the shapes match.
 
     The output rows are the target's and expect states that went through that norm.
     """
-    head = Head(shape_for(model), seed)
+    head = Head(shape_for(model, taps), seed)
     inner = model.base_model
     norm = next((getattr(inner, name) for name in FINAL_NORMS if hasattr(inner, name)), None)
     weight = getattr(norm, "weight", None)
@@ -319,7 +324,7 @@ def _provenance(start: Path, meta: HeadMeta) -> dict[str, Any]:
 
 
 def _check_shape(head: Head, model: PreTrainedModel, start: Path) -> None:
-    wanted = shape_for(model)
+    wanted = shape_for(model, head.shape.taps)
     if head.shape != wanted:
         raise ValueError(f"{start} holds a head of shape {head.shape}, but this target's heads have shape {wanted}")
 

@@ -6,18 +6,21 @@ rows belong to the target and are not part of the head. Only its width must be t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftproof.core.device import to_device
 from draftproof.core.distribution import DraftVocab
+from draftproof.models.cuda_graphs import CapturedGraphs
 from draftproof.models.pool import LayerShape
 
 HEAD_BUCKET = 256
-"""Slots: on a GPU a step attends to a multiple of this, so that few shapes occur and few CUDA graphs are captured."""
+"""Slots: the buffers of a `HeadCache` grow by multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,10 @@ class Head(nn.Module):
         exponents = torch.arange(0, d, 2, dtype=torch.float32) / d
         self.frequencies: Tensor
         self.register_buffer("frequencies", shape.rope_theta**-exponents, persistent=False)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.shape.taps
 
     @property
     def kv_shape(self) -> LayerShape:
@@ -146,35 +153,68 @@ class Head(nn.Module):
 
 @dataclass(slots=True)
 class HeadCache:
-    """The keys and values of a head, `[B, slots, heads, size]`.
+    """The keys and values of a head, `[B, slots, heads, size]`; their sizes may differ.
 
     Nothing is erased. The caller's positions and masks decide what is attended to, and a stale slot is written again
     before it is read.
     """
 
     keys: Float[Tensor, "B S g d"]
-    values: Float[Tensor, "B S g d"]
+    values: Float[Tensor, "B S g e"]
+    recordings: CapturedGraphs = field(default_factory=CapturedGraphs)
+    """CUDA graphs of steps over these buffers."""
 
     @classmethod
     def empty(
-        cls, rows: int, capacity: int, heads: int, size: int, device: torch.device, dtype: torch.dtype
+        cls,
+        rows: int,
+        capacity: int,
+        heads: int,
+        size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        value_size: int | None = None,
     ) -> "HeadCache":
         # Zeros, not uninitialised memory: a masked slot has weight zero, and zero times NaN is NaN.
-        shape = (rows, rounded(capacity), heads, size)
-        keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        shape, sizes = (rows, rounded(capacity), heads), (size, size if value_size is None else value_size)
+        keys, values = (torch.zeros((*shape, each), device=device, dtype=dtype) for each in sizes)
         return cls(keys, values)
 
     @property
     def capacity(self) -> int:
         return self.keys.shape[1]
 
+    def ensure(self, capacity: int) -> None:
+        """Grow the buffers to at least this many slots in every row."""
+        more = rounded(capacity) - self.capacity
+        if more > 0:
+            self.recordings.forget()
+            self.keys, self.values = (
+                torch.nn.functional.pad(buffer, (0, 0, 0, 0, 0, more)) for buffer in (self.keys, self.values)
+            )
+
+    def arranged(self, rows: Sequence[int | None]) -> "HeadCache":
+        """Return a cache of these rows, in this order; None is a new row, of zeros."""
+        device = self.keys.device
+        old = to_device([row for row in rows if row is not None], device)
+        new = to_device([b for b, row in enumerate(rows) if row is not None], device)
+        return HeadCache(
+            self.keys.new_zeros((len(rows), *self.keys.shape[1:])).index_copy_(0, new, self.keys[old]),
+            self.values.new_zeros((len(rows), *self.values.shape[1:])).index_copy_(0, new, self.values[old]),
+        )
+
+    def row(self, b: int) -> "HeadCache":
+        """Return a cache of one row that shares this cache's buffers."""
+        return HeadCache(self.keys[b : b + 1], self.values[b : b + 1])
+
     def write(
         self,
         keys: Float[Tensor, "B g n d"],
-        values: Float[Tensor, "B g n d"],
+        values: Float[Tensor, "B g n e"],
         slots: Int[Tensor, "B n"],
         reach: int,
-    ) -> tuple[Float[Tensor, "B g S d"], Float[Tensor, "B g S d"]]:
+    ) -> tuple[Float[Tensor, "B g S d"], Float[Tensor, "B g S e"]]:
         """Write keys and values at these slots, and return those of the first `reach` slots."""
         starts = torch.arange(len(slots), device=slots.device)[:, None] * self.capacity
         flat = (slots + starts).flatten()
@@ -214,11 +254,38 @@ def attend(
     return nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(q.shape)
 
 
+@runtime_checkable
+class HeadNetwork(Protocol):
+    """The networks that `HeadDrafter` can draft with: `Head`, `eagle3.Eagle3`, `mtp.Mtp`. Methods as in `Head`."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Return the target's layers whose states it reads, counted as in `TargetFeatures.layers`."""
+
+    def new_cache(self, rows: int, capacity: int = 0) -> HeadCache: ...
+
+    def fuse(self, states: Sequence[Float[Tensor, "*N T"]]) -> Float[Tensor, "*N H"]: ...
+
+    def step(
+        self,
+        embedded: Float[Tensor, "B n H"],
+        h: Float[Tensor, "B n H"],
+        positions: Int[Tensor, "B n"],
+        cache: HeadCache,
+        *,
+        slots: Int[Tensor, "B n"] | None = None,
+        visible: Bool[Tensor, "B n S"] | None = None,
+        reach: int | None = None,
+    ) -> Float[Tensor, "B n H"]: ...
+
+    def out(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N H"]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class FittedHead:
-    """A head with its target's embeddings and output rows, in float32 on the target's device, packed on a CPU."""
+    """A head with embeddings and output rows, its own or the target's, on the target's device and packed on a CPU."""
 
-    head: Head
+    head: HeadNetwork
     table: Float[Tensor, "V H"]
     rows: nn.Module
     vocab: DraftVocab

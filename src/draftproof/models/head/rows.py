@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftproof.core.device import to_device
 from draftproof.models.cuda_graphs import CapturedGraphs
-from draftproof.models.head.network import FittedHead, attend
+from draftproof.models.head.network import FittedHead, Head, attend
 from draftproof.models.packed import PackedPass, Piece, Span
 from draftproof.models.packed import attend as attend_by_row
 from draftproof.models.pool import KVPool
@@ -20,9 +20,11 @@ class HeadRows:
     """The pool of a head: a row's entry i belongs to the target's state at token i and the embedding of token i + 1."""
 
     def __init__(self, head: FittedHead, pages: int) -> None:
-        self._head = head
+        if not isinstance(head.head, Head):
+            raise TypeError(f"a pool serves heads that were trained here; got a {type(head.head).__name__}")
+        self._head, self._network = head, head.head
         device = head.table.device
-        self.pool = KVPool([head.head.kv_shape], pages, device)
+        self.pool = KVPool([self._network.kv_shape], pages, device)
         if device.type != "cpu":
             # A gathered row is read as far as the longest: a masked slot has weight zero, and zero times NaN is NaN.
             for buffer in (*self.pool.keys, *self.pool.values):
@@ -37,7 +39,7 @@ class HeadRows:
         """Return the states after the tokens of some rows, packed: widths[b] of row b, from entry starts[b] on."""
         spans = [Span(self._start(row), at, width) for row, at, width in zip(rows, starts, widths, strict=True)]
         this = PackedPass(tokens, spans, FULL)
-        group = self._head.head.shape.heads // self._head.head.shape.kv_heads
+        group = self._network.shape.heads // self._network.shape.kv_heads
         return self._packed(tokens, h, this.positions, this.slots, this.pieces(0, group, torch.float32))
 
     def packed_level(
@@ -46,7 +48,7 @@ class HeadRows:
     ) -> Float[Tensor, "B w H"]:  # fmt: skip
         """Return the states after a level of each row's tree, the last w of its M nodes, which begin at starts[b]."""
         B, w, M = lineage.shape
-        group = self._head.head.shape.heads // self._head.head.shape.kv_heads
+        group = self._network.shape.heads // self._network.shape.kv_heads
         pieces, slots = [], []
         for b, (row, before) in enumerate(zip(rows, starts, strict=True)):
             at = self._start(row)
@@ -69,7 +71,7 @@ class HeadRows:
             made = attend_by_row(pieces, q, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
             return made.transpose(1, 2)
 
-        return self._head.head.over(self._head.embedded(tokens)[None], h[None], positions[None], attention)[0]
+        return self._network.over(self._head.embedded(tokens)[None], h[None], positions[None], attention)[0]
 
     def gathered_states(
         self,
@@ -99,7 +101,7 @@ class HeadRows:
                 buffer.index_copy_(0, written, new.transpose(1, 2).flatten(0, 1).to(buffer.dtype))
             return attend(q, keys[read].transpose(1, 2), values[read].transpose(1, 2), visible)
 
-        return self._head.head.over(self._head.embedded(tokens), h, positions, attention)
+        return self._network.over(self._head.embedded(tokens), h, positions, attention)
 
     def starts(self, rows: Sequence[int]) -> Int[Tensor, " B"]:
         """Return the first slot of each row, on the pool's device."""
