@@ -95,3 +95,10 @@ def fork(drafter: Drafter) -> Drafter:
     """
     make = getattr(drafter, "fork", None)
     return drafter if make is None else make()
+
+
+def check_sampling(drafter: Drafter | None, sampling: SamplingParams) -> None:
+    """Raise if the drafter refuses requests with these parameters, by its optional method `check_sampling`."""
+    check = getattr(drafter, "check_sampling", None)
+    if check is not None:
+        check(sampling)

@@ -93,6 +93,13 @@ class ModelDrafter:
         self._reader.record_drafted(spine.rows(), [max(0, min(n, len(spine.tokens) - 1)) for n in steps])
         return spine.draft(shared_rng=rng.shared)
 
+    def truncate(self, request: int, length: int) -> None:
+        """Forget what was read of a request after its first `length` tokens: the others have changed.
+
+        A context of the engine only grows. One that is encoded again in another vocabulary may end differently.
+        """
+        self._reader.truncate(request, length)
+
     def _room(self, context: Context, most: int) -> int:
         """Limit the slots to the positions that the model has left; an empty text gets none."""
         if not context.tokens:
@@ -150,6 +157,14 @@ class Reader:
         logits = self._model(tokens[:, None], self._cache).logits[:, 0]
         self._cache.keep(torch.tensor(wanted).long())
         return logits
+
+    def truncate(self, request: int, length: int) -> None:
+        """Forget a request's tokens after the first `length`; see `ModelDrafter.truncate`."""
+        self._receive_drafted()
+        if request in self._ids:
+            row = self._rows[self._ids.index(request)]
+            if length < row.read:
+                row.read, row.drafted = length, []
 
     def record_drafted(self, drawn: AsyncCopy, kept: Sequence[int]) -> None:
         """Record the drawn tokens, of which the cache holds the first kept[b].

@@ -40,6 +40,9 @@ DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {
 OF_TARGET: Final = (AUTO, EARLY_EXIT, HEAD, SUFFIX_HEAD)
 """Drafters that need the target: "early-exit:n" uses its first n layers, "head:folder" reads its hidden states."""
 
+OTHER_TOKENIZER: Final = ("tli", "slem")
+"""Ways to draft with a model that has another tokenizer: "tli:model" and "slem:model"."""
+
 NAMES: Final = (AUTO, *DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD)
 """Everything that `drafter=` takes by name."""
 
@@ -73,6 +76,12 @@ def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf:
 def is_name(spec: str) -> bool:
     """Tell whether this is the name of a drafter. Any other string may still name a draft model."""
     return spec in DRAFTERS or spec.partition(":")[0] in OF_TARGET
+
+
+def split_way(spec: Any) -> tuple[str | None, Any]:
+    """Split "tli:model" into the way to draft and the draft model; return any other argument after None."""
+    way, colon, model = spec.partition(":") if isinstance(spec, str) else ("", "", "")
+    return (way, model) if colon and way in OTHER_TOKENIZER else (None, spec)
 
 
 def meant(spec: str, hf: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final, overload
 import torch
 
 from draftproof.core.sampling import SamplingParams, is_whole
-from draftproof.drafters.interface import Drafter, fork
+from draftproof.drafters.interface import Drafter, check_sampling, fork
 from draftproof.engine.batch import Batch, Encoder
 from draftproof.engine.beam_search import check_beams
 from draftproof.engine.draft_length import draft_length_policy
@@ -343,6 +343,7 @@ class Engine:
         outside = next((token for token in sampling.logit_bias if token >= V), None)
         if outside is not None:
             raise ValueError(f"logit_bias names token {outside}; the vocabulary is [0, {V})")
+        check_sampling(self.drafter, sampling)
         seeded = sampling.seed is not None
         if not seeded:
             sampling = replace(sampling, seed=int(torch.randint(2**62, ())))

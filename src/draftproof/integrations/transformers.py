@@ -26,6 +26,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import InexactError
+from draftproof.drafters.interface import check_sampling
 from draftproof.drafters.registry import default_branches, is_name
 from draftproof.engine.batch import Batch, Encoder
 from draftproof.engine.draft_length import draft_length_policy
@@ -98,6 +99,7 @@ def generate(
     matrix = _token_matrix(inputs, served, generation_config, seed)
     _check_lengths(matrix, served, generation_config, stopping_criteria)
     sampling = SamplingParams(temperature=1 if generation_config.do_sample else 0)
+    check_sampling(built, sampling)
     targets = ProcessedDistributions(matrix, logits_processor, sampling)
     batch = Batch(
         parts(served, built, rule, targets),
