@@ -1,8 +1,8 @@
 """Draft with a model that has another tokenizer, by string-level exact match (SLEM).
 
-After Timor et al. 2025, arXiv 2502.05202. The draft model continues the text in its own tokens, greedily, and the target's tokenizer
-encodes what it wrote. These tokens are chosen and not drawn, so every rule is exact for them; a target that samples
-accepts fewer of them than of drawn ones.
+After Timor et al. 2025, arXiv 2502.05202. The draft model continues the text greedily in its own tokens, and the
+target's tokenizer encodes what it wrote. These tokens are chosen and not drawn, so every rule is exact for them; a
+target that samples accepts fewer of them than of drawn ones.
 """
 
 from collections.abc import Sequence

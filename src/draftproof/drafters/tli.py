@@ -1,9 +1,9 @@
 """Draft with a model that has another tokenizer, by token-level intersection (TLI).
 
-After Timor et al. 2025, arXiv 2502.05202. The draft model's logits are restricted to the tokens that both
-vocabularies have, *before* temperature and filters. A token is drawn from what remains, and the draft carries exactly
-that distribution. Logits and ids are rearranged by one table: with two, the declared distribution could be a permutation
-of the one that was drawn from.
+After Timor et al. 2025, arXiv 2502.05202. The draft model's logits are restricted to the tokens that both vocabularies
+have, *before* temperature and filters. A token is drawn from what remains, and the draft carries exactly that
+distribution. Logits and ids are rearranged by one table: with two, the declared distribution could be a permutation of
+the one that was drawn from.
 """
 
 from collections.abc import Sequence

@@ -8,6 +8,7 @@ be compared. A token may end inside a character: its bytes are then not valid UT
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any, Final
 
 SPACE_SIGN: Final = "▁"
@@ -64,8 +65,11 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         spell, added = _spelling(tokenizer), tokenizer.added_tokens_decoder
+        self._backend, self._vocab_size = deepcopy(tokenizer.backend_tokenizer), vocab_size
+        self._backend.encode_special_tokens = True  # as text: nothing that is written becomes a special token
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.special = {i: str(token.content) for i, token in added.items() if token.special and i < vocab_size}
         ordinary = {i: spell(word) for word, i in tokenizer.get_vocab().items() if i not in added}
         literal = {i: str(token.content).encode() for i, token in added.items() if not token.special}
@@ -93,8 +97,6 @@ class TokenBytes:
     def _encode_text(self, text: str) -> list[int]:
         if not self._adds_space:
             return self._ids(text)
-        if text.startswith(" "):
-            return self._ids(text[1:])  # the tokenizer puts that space back
         whole = self._ids(ANCHOR + text)
         start = self.split(whole, len(f" {ANCHOR}"))
         return self._ids(text) if start is None else whole[start:]
@@ -108,8 +110,7 @@ class TokenBytes:
         return len(ids) if length == 0 else None
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return [token for token in ids if token < self._vocab_size]
+        return [token for token in self._backend.encode(text, add_special_tokens=False).ids if token < self._vocab_size]
 
     def _text_of(self, ids: list[int]) -> bytes:
         return b"".join(self.spelled.get(token, b"") for token in ids)
