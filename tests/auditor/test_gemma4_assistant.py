@@ -1,4 +1,4 @@
-"""Gemma 4's assistant in transformers 5.22, sampled: its drafts are the argmax and are judged as drawn from the softmax.
+"""Gemma 4's assistant in transformers 5.22, sampled: its drafts are argmaxes, judged as drawn from the softmax.
 
 The audit finds it (transformers#47932). α = 1e-6, seeds fixed. benchmarks/audits holds the models and the repair.
 """

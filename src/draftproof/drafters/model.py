@@ -33,8 +33,8 @@ class ModelDrafter:
                  never drawn, tokens that the draft model does not have get probability 0
     temperature  the drafter's own temperature for requests that sample; None uses the request's. Any value is exact,
                  because the draft carries the distribution that was used
-    confidence   end a draft after a token whose probability was below this. That token is still submitted: dropping a
-                 drawn token would be a bias
+    confidence   end a draft after the token at which the probability of all its tokens falls below this. That token is
+                 still submitted: dropping a drawn token would be a bias
     branches     candidates per node, for rule="tree": the drawn token, from which the draft continues, then the most
                  likely others, which are chosen
     """

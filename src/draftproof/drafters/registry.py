@@ -47,11 +47,19 @@ NAMES: Final = (AUTO, *DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD)
 """Everything that `drafter=` takes by name."""
 
 
-def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf: Any = None) -> Drafter | None:
+def resolve(
+    spec: object,
+    target: Model | None = None,
+    *,
+    branches: int = 1,
+    confidence: float | str = 0.0,
+    hf: Any = None,
+) -> Drafter | None:
     """Make the drafter of this name; return a `Drafter` or None unchanged.
 
     `spec` comes from the user, so anything that is not a name, a Drafter or None is refused. `branches` applies to
-    drafters made here. `hf` is the target as a transformers model: a head needs its embeddings.
+    drafters made here, and `confidence` to heads. `hf` is the target as a transformers model: a head needs its
+    embeddings.
     """
     if spec is None:
         return None
@@ -68,8 +76,8 @@ def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf:
     if name == EARLY_EXIT:
         return _early_exit(spec, rest, target, branches)
     if name == AUTO:
-        return resolve(meant(spec, hf), target, branches=branches, hf=hf)
-    head = _head(spec, rest, hf, branches, graphs=_uses_graphs(target))
+        return resolve(meant(spec, hf), target, branches=branches, confidence=confidence, hf=hf)
+    head = _head(spec, rest, hf, branches, confidence, graphs=_uses_graphs(target))
     return head if name == HEAD else Switch(Suffix(branches=branches), head)
 
 
@@ -104,7 +112,7 @@ def _early_exit(spec: str, layers: str, target: Model | None, branches: int) -> 
     return early_exit(target, int(layers), branches=branches)
 
 
-def _head(spec: str, folder: str, hf: Any, branches: int, graphs: bool) -> Drafter:
+def _head(spec: str, folder: str, hf: Any, branches: int, confidence: float | str, graphs: bool) -> Drafter:
     from draftproof.drafters.head import HeadDrafter
     from draftproof.models.head.attach import SHIPPED, fitted
 
@@ -118,7 +126,7 @@ def _head(spec: str, folder: str, hf: Any, branches: int, graphs: bool) -> Draft
             f"drafter {spec!r} is the head of the bundled model, and this installation has none: name one, "
             f'"{HEAD}:folder", or train it: draftproof train'
         )
-    return HeadDrafter(fitted(folder or SHIPPED, hf), branches=branches, graphs=graphs)
+    return HeadDrafter(fitted(folder or SHIPPED, hf), branches=branches, confidence=confidence, graphs=graphs)
 
 
 def _uses_graphs(target: Model | None) -> bool:

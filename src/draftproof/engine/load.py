@@ -49,7 +49,7 @@ def load(
                       A model with another tokenizer drafts by TLI if it has 90 % of the target's tokens, otherwise
                       by SLEM for greedy requests; "tli:MODEL" or "slem:MODEL" chooses
     rule              "block", "token", "coupled", "tree", or a verifier
-    num_draft_tokens  "auto", or a number
+    num_draft_tokens  "auto", or a number. With "auto", a head on a CPU also ends a greedy draft where it is unsure
     tokenizer         the target's tokenizer, if the target is an object; `draft_tokenizer` is that of a draft model
     device, dtype     for models loaded here; default: CUDA if there is one, else the CPU in float32
     max_batch         rows that advance together; more requests wait
@@ -71,7 +71,14 @@ def load(
         model,
         tokenizer,
         as_drafter(
-            drafter, model, options, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer, branches=branches, hf=hf
+            drafter,
+            model,
+            options,
+            tokenizer=tokenizer,
+            draft_tokenizer=draft_tokenizer,
+            branches=branches,
+            confidence="auto" if num_draft_tokens == "auto" else 0.0,
+            hf=hf,
         ),
         rule=rule,
         num_draft_tokens=num_draft_tokens,
@@ -89,11 +96,12 @@ def as_drafter(
     tokenizer: Tokenizer | None = None,
     draft_tokenizer: Tokenizer | None = None,
     branches: int = 1,
+    confidence: float | str = 0.0,
     hf: Any = None,
 ) -> Drafter | None:
     """Make a drafter from a user's argument: a name, a model or a `Drafter`. `hf` is the target in transformers."""
     if spec is None or (isinstance(spec, str) and is_name(spec)) or isinstance(spec, Drafter):
-        return resolve(spec, target, branches=branches, hf=hf)
+        return resolve(spec, target, branches=branches, confidence=confidence, hf=hf)
     how, spec = split_way(spec)
     try:
         its_hf, loaded_tokenizer = load_model(spec, options)

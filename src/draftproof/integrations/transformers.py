@@ -92,7 +92,8 @@ def generate(
     _refuse(logits_processor, generation_config, model_kwargs)
     served = as_model(model)
     branches = default_branches(drafter, rule) if branches is None else branches
-    built = as_drafter(_loaded(drafter, model), served, LOADING, branches=branches, hf=model)
+    confidence = "auto" if num_draft_tokens == "auto" else 0.0
+    built = as_drafter(_loaded(drafter, model), served, LOADING, branches=branches, confidence=confidence, hf=model)
     inputs = GenerateInputs(
         input_ids, inputs_tensor, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     )
