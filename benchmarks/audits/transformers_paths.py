@@ -46,6 +46,8 @@ class AuditedPath:
     drafter: Callable[[], Any] = lambda: None
     prompts: list[list[int]] = field(default_factory=lambda: tiny.PROMPTS)
     max_tokens: int = 100_000
+    bias: float = 0.02
+    """Smallest bias that must be found; larger where the bets on the drafts need many tokens."""
     around: Callable[[], Any] | None = None
     """Context manager in which the audit runs."""
     batch: int = 128
@@ -135,12 +137,10 @@ def own_llama() -> Any:
 WORDY: dict[str, Any] = {"target": own_llama, "drafter": universal_drafts, "prompts": tiny.WORD_PROMPTS, "batch": 32}
 PATHS: dict[str, AuditedPath] = {
     "plain": AuditedPath(lambda: maker("transformers_plain")(tiny.llama()), tiny.llama, max_tokens=20_000),
-    "assisted": AuditedPath(assisted, tiny.llama, PLAIN, tiny.noisy_llama),
-    "assisted-top-k": AuditedPath(assisted, tiny.llama, WARM, tiny.noisy_llama),
+    "assisted": AuditedPath(assisted, tiny.llama, PLAIN, tiny.noisy_llama, bias=0.05),
+    "assisted-top-k": AuditedPath(assisted, tiny.llama, WARM, tiny.noisy_llama, bias=0.05),
     "assisted-greedy": AuditedPath(assisted, tiny.llama, GREEDY, tiny.noisy_llama, max_tokens=2_000),
-    "early-exit": AuditedPath(
-        early_exit, tiny.llama, PLAIN, lambda: HFModel(tiny.llama()).first_layers(1), max_tokens=40_000
-    ),
+    "early-exit": AuditedPath(early_exit, tiny.llama, PLAIN, lambda: HFModel(tiny.llama()).first_layers(1), bias=0.05),
     "prompt-lookup": AuditedPath(
         lambda: maker("transformers_lookup")(tiny.llama()), tiny.llama, COLD, lambda: "prompt-lookup"
     ),
@@ -172,7 +172,7 @@ def run(name: str, path: AuditedPath) -> dict[str, Any]:
     with around():
         found = dp.audit(
             path.decoder(), path.target(), path.prompts, sampling=path.sampling, drafter=path.drafter(), length=16,
-            batch=path.batch, max_tokens=path.max_tokens, watch=show,
+            batch=path.batch, max_tokens=path.max_tokens, bias=path.bias, watch=show,
         )  # fmt: skip
     return {
         "verdict": found.verdict,
@@ -180,6 +180,7 @@ def run(name: str, path: AuditedPath) -> dict[str, Any]:
         "tokens": found.found_at or found.tokens,
         "found_by": found.found_by,
         "smallest_bias": found.smallest_bias,
+        "asked_for": path.bias,
         "drafted": found.coverage.drafted,
         "accepted": found.coverage.kept,
         "rejected": found.coverage.rejected,
