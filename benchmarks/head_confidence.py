@@ -3,7 +3,8 @@
     python benchmarks/head_confidence.py [--prompts-of-each-kind 2] [--tokens 64]
 
 Every configuration decodes the same prompts, in turns. Time is the process's own CPU time on one thread, so that other
-programs on the machine change it little, less that of a text of one token. Speed is relative to plain decoding.
+programs on the machine change it little, less that of a text of one token. Speed is relative to plain decoding. The
+modelled speed of a chain is computed from its counts alone, which are the same on every machine under any load.
 """
 
 import argparse
@@ -20,8 +21,11 @@ from draftproof.bench import prompts
 from draftproof.drafters.head import HeadDrafter
 from draftproof.models.head.attach import SHIPPED, fitted
 from draftproof.models.tokenizer import encode
+from tune_drafters import ROUND, pass_cost
 
 RESULTS = Path(__file__).parent / "results" / "head_confidence.json"
+STEP = 0.055
+"""Cost of a step of the head, in passes of the target over one token: measured as time of drafting over time of scoring."""
 CHAINS: dict[str, tuple[int | str, float | str]] = {
     "3 tokens": (3, 0.0),
     "4 tokens": (4, 0.0),
@@ -74,10 +78,16 @@ def measure(plain: dp.Engine, temperature: float, limit: int, tokens: int) -> di
         name: {
             "tokens_per_pass": round(emitted / rounds, 3),
             "drafted_per_round": round(drafted / rounds, 2),
+            "modelled_speed": None if name in TREES else modelled_speed(emitted / rounds, drafted / rounds),
             "speed": round(pace["plain"] / pace[name], 3),
         }
         for name, (emitted, rounds, drafted) in counts.items()
     }
+
+
+def modelled_speed(tokens_per_pass: float, drafted: float) -> float:
+    """Return the speed over plain decoding that these counts give at assumed costs."""
+    return round(tokens_per_pass * (1 + ROUND) / (pass_cost(1 + drafted) + ROUND + STEP * drafted), 3)
 
 
 def main() -> None:
