@@ -74,7 +74,7 @@ def recorded(file: Path, prompts: Path | None, max_tokens: int) -> list[Text]:
     return [Text(**text) for text in json.loads(file.read_text())]
 
 
-def pass_cost(width: int) -> float:
+def pass_cost(width: float) -> float:
     """Interpolate the cost of a pass over this many tokens."""
     below = max(n for n in PASSES if n <= width)
     above = min((n for n in PASSES if n >= width), default=below)

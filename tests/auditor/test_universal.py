@@ -24,6 +24,9 @@ from draftproof.auditor.decoders import maker
 from draftproof.auditor.drafter import TranslatedReference, shared_words
 from draftproof.auditor.interface import Decoded
 from draftproof.core.sampling import SamplingParams
+from draftproof.drafters.tli import TLI
+from draftproof.models.hf import HFModel
+from draftproof.models.vocabulary_overlap import VocabularyOverlap
 from engine.many_texts import unchecked
 from models.tiny_tokenizers import byte_fallback, byte_level
 
@@ -61,6 +64,20 @@ def test_with_its_vocabulary_sorted_by_id_it_is_cleared(monkeypatch):
     monkeypatch.setattr(tf.PreTrainedTokenizerFast, "get_vocab", sorted_by_id(tf.PreTrainedTokenizerFast.get_vocab))
     found = audited(TranslatedReference(assistant(), *TOKENIZERS, V), bias=0.2, max_tokens=FOUND_WITHIN)
     assert found.verdict == "no bias found"
+    assert found.smallest_bias <= 0.2
+
+
+@pytest.mark.statistical
+def test_our_own_drafts_over_two_vocabularies_are_cleared_by_the_same_audit():
+    """TLI has 30 of the target's 31 tokens here. A mixture of 0.2 with the drafts would have been found."""
+    overlap = VocabularyOverlap.of(*TOKENIZERS, vocab_size=V, draft_vocab_size=len(TOKENIZERS[1]))
+    drafter = TLI(HFModel(assistant(), drafter=True), overlap, vocab_size=V)
+    how = {"sampling": SamplingParams(), "length": 16, "batch": 8, "bias": 0.2, "max_tokens": FOUND_WITHIN}
+    with unchecked():
+        engine = dp.load(target(), drafter, num_draft_tokens=5)
+        found = dp.audit(engine, target(), PROMPTS, drafter=TranslatedReference(assistant(), *TOKENIZERS, V), **how)
+    assert found.verdict == "no bias found"
+    assert found.coverage.rejected > 0
     assert found.smallest_bias <= 0.2
 
 

@@ -145,6 +145,15 @@ def test_universal_assisted_generation_with_its_vocabulary_sorted_by_id_exits_wi
     assert "verdict: no bias found" in said.out
 
 
+@pytest.mark.statistical
+def test_our_own_drafts_over_two_vocabularies_exit_with_0(run, universal):
+    """The same models and prompts; TLI is chosen by their overlap. α = 1e-6; a mixture of 0.3 would have been found."""
+    target, *files = universal[3:]
+    said = run("audit", target, *files, "--bias", "0.3", "--num-draft-tokens", "5")
+    assert said.status == 0, said.out + said.err
+    assert "TLI" in said.out
+
+
 OUTSIDE = """
 import json, sys
 for line in sys.stdin:

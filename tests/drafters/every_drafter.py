@@ -6,14 +6,17 @@ from functools import cache
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from auditor.two_tokenizers import word_level
 from draftproof.drafters.dflash import DFlashDrafter
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.interface import Drafter
 from draftproof.drafters.model import ModelDrafter, early_exit
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
+from draftproof.drafters.slem import SLEM
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
+from draftproof.drafters.tli import TLI
 from draftproof.models.head.attach import attach_dflash
 from draftproof.models.head.dflash import DFlash, DFlashShape, FittedDFlash
 from draftproof.models.head.dflash_file import DFlashDraft
@@ -24,6 +27,7 @@ from draftproof.models.head.taps import shape_for
 from draftproof.models.head.vocabulary import PublishedVocabulary
 from draftproof.models.hf import HFModel
 from draftproof.models.toy import Toy
+from draftproof.models.vocabulary_overlap import VocabularyOverlap
 
 V = 6
 CORPUS = [[0, 1, 2, 3, 4, 5, 0, 1], [2, 4, 2, 4, 2]]
@@ -77,6 +81,12 @@ def random_dflash(block: int = 4) -> FittedDFlash:
     return attach_dflash(DFlashDraft(network, PublishedVocabulary(None, None, None)), net(), "random")
 
 
+def two_vocabularies() -> VocabularyOverlap:
+    """Match two word-level vocabularies of V tokens that share all but one, in another order."""
+    own, other = word_level("a", "b", "c", "d", "e"), word_level("x", "e", "c", "a", "b")
+    return VocabularyOverlap.of(own, other, vocab_size=V, draft_vocab_size=V)
+
+
 CHAINS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: NGram(),
     "ngram, fillers": lambda: NGram(3, fillers=2),
@@ -90,6 +100,8 @@ CHAINS: dict[str, Callable[[], Drafter]] = {
     "model, larger vocabulary": lambda: ModelDrafter(toy(V + 2), vocab_size=V),
     "model, smaller vocabulary": lambda: ModelDrafter(toy(V - 2), vocab_size=V),
     "early exit": lambda: early_exit(tiny_llama(), 1),
+    "TLI": lambda: TLI(toy(), two_vocabularies(), vocab_size=V),
+    "SLEM": lambda: SLEM(toy(), two_vocabularies()),
     "head": lambda: HeadDrafter(random_head()),
     "head, confidence": lambda: HeadDrafter(random_head(), confidence=0.3),
     "head, smaller vocabulary": lambda: HeadDrafter(random_head(4)),
@@ -102,6 +114,7 @@ TREES: dict[str, Callable[[], Drafter]] = {
     "suffix, tree": lambda: Suffix(branches=2, least=0.05),
     "model, tree": lambda: ModelDrafter(toy(), branches=2),
     "model, tree, confidence": lambda: ModelDrafter(toy(), branches=3, confidence=0.3),
+    "TLI, tree": lambda: TLI(toy(), two_vocabularies(), vocab_size=V, branches=2),
     "early exit, tree": lambda: early_exit(tiny_llama(), 1, branches=2),
     "head, tree": lambda: HeadDrafter(random_head(), branches=2),
     "dflash, tree": lambda: DFlashDrafter(random_dflash(6), branches=2),

@@ -8,7 +8,9 @@ from drafters.toy_rounds import Row, rng_of, row
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import PAD, ROOT, Draft
 from draftproof.drafters.interface import NOTHING, Drafter, TargetFeatures, TargetOutputs, features_of
+from draftproof.drafters.slem import SLEM
 from draftproof.drafters.switch import Switch
+from draftproof.drafters.tli import TLI
 
 SAMPLINGS = (
     SamplingParams(temperature=0.8, top_k=4),
@@ -172,6 +174,7 @@ def test_memory_is_bounded_by_the_batch(make):
     for first in range(0, 12, 3):
         play(drafter, batch(9, 3, 14, first=first), rounds=2)
     parts = [drafter._copying, drafter._other] if isinstance(drafter, Switch) else [drafter]
+    parts = [drafter._reencode, drafter._drafter] if isinstance(drafter, TLI | SLEM) else parts
     for part in parts:
         memory = getattr(part, "_memory", None)
         assert (len(memory) if memory is not None else len(part._reader._known)) == 3

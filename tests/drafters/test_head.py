@@ -12,7 +12,7 @@ from draftproof.core.distribution import DraftVocab
 from draftproof.core.rng import Philox
 from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import PAD, ROOT, History
-from draftproof.drafters.head import MAX_BATCHED, HeadDrafter, HeadReader
+from draftproof.drafters.head import GREEDY_CONFIDENCE, MAX_BATCHED, HeadDrafter, HeadReader
 from draftproof.drafters.head_tree import Level
 from draftproof.drafters.interface import TargetOutputs
 from draftproof.models.head.network import FittedHead, attend
@@ -193,7 +193,7 @@ def test_a_draft_ends_after_a_weak_token_which_is_submitted():
     contexts = [asked(TEXT, SamplingParams(), name) for name in range(30)]
     whole = HeadDrafter(unpacked()).propose(contexts, [4] * 30, rng_of(contexts))
     short = HeadDrafter(unpacked(), confidence=0.3).propose(contexts, [4] * 30, rng_of(contexts))
-    weak = whole.q.log_prob(whole.tokens).exp() < 0.3
+    weak = whole.q.log_prob(whole.tokens).cumsum(1).exp() < 0.3
     expected = torch.where(weak.any(1), weak.int().argmax(1) + 1, 4)
     assert short.lengths.tolist() == expected.tolist()
     assert len(set(expected.tolist())) > 1
@@ -203,10 +203,19 @@ def test_a_greedy_draft_ends_where_the_head_is_unsure():
     context = asked(TEXT, GREEDY)
     whole = HeadDrafter(unpacked()).propose([context], [6], rng_of([context])).tokens[0].tolist()
     sure = [float(logits(TEXT, whole[:j]).softmax(-1).max()) for j in range(6)]
-    confidence = sorted(sure)[1]  # one is weaker
-    short = HeadDrafter(unpacked(), confidence=confidence).propose([context], [6], rng_of([context]))
-    assert short.tokens[0].tolist() == whole[: sure.index(min(sure)) + 1]
+    paths = torch.tensor(sure).cumprod(0).tolist()
+    short = HeadDrafter(unpacked(), confidence=1.001 * paths[2]).propose([context], [6], rng_of([context]))
+    assert short.tokens[0].tolist() == whole[:3]
     assert short.q is None
+
+
+def test_auto_confidence_ends_greedy_drafts_alone_and_a_fixed_length_ends_none():
+    greedy, warm = [asked(TEXT, GREEDY, name) for name in range(3)], [asked(TEXT, WARM, name) for name in range(3)]
+    drafter = HeadDrafter(unpacked(), confidence="auto")
+    wanted = HeadDrafter(unpacked(), confidence=GREEDY_CONFIDENCE).propose(greedy, [8] * 3, rng_of(greedy))
+    assert drafter.propose(greedy, [8] * 3, rng_of(greedy)).lengths.tolist() == wanted.lengths.tolist()
+    assert int(wanted.lengths.max()) < 8
+    assert drafter.fork().propose(warm, [8] * 3, rng_of(warm)).lengths.tolist() == [8] * 3
 
 
 def test_a_row_without_a_valid_distribution_ends_its_draft():
@@ -247,6 +256,22 @@ def test_a_greedy_tree_holds_the_likeliest_paths():
     assert max(map(len, best)) == 3, "the paths must reach level 3, and none may be deeper than `paths` goes"
     assert lines(draft) == best
     assert draft.q is None
+
+
+@pytest.mark.parametrize("slots", [4, 9, 30])
+def test_a_greedy_tree_leaves_out_paths_below_the_confidence(slots):
+    context, known, least = asked(TEXT, GREEDY), paths(TEXT, 4), 0.05
+    draft = HeadDrafter(unpacked(), branches=V, confidence=least).propose([context], [slots], rng_of([context]))
+    likely = sorted((path for path in known if path and known[path] >= least), key=lambda path: -known[path])
+    assert 9 < len(likely) < 30
+    assert max(map(len, likely)) < 4, "no path may be deeper than `paths` goes"
+    assert lines(draft) == likely[:slots]
+
+
+def test_a_greedy_tree_keeps_its_likeliest_token_however_unlikely():
+    context = asked(TEXT, GREEDY)
+    draft = HeadDrafter(unpacked(), branches=V, confidence=0.99).propose([context], [9], rng_of([context]))
+    assert lines(draft) == lines(HeadDrafter(unpacked(), branches=V).propose([context], [1], rng_of([context])))
 
 
 def test_a_node_is_scored_as_if_its_path_were_the_only_one():

@@ -4,17 +4,20 @@ import pytest
 import torch
 
 import draftproof as dp
+from auditor.two_tokenizers import word_level
 from draftproof.core.distribution import DraftVocab
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
+from draftproof.drafters.tli import TLI
 from draftproof.engine import round as rounds_module
 from draftproof.engine import scheduler as batches
 from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import embeddings, shape_for
 from draftproof.models.hf import HFModel
+from draftproof.models.vocabulary_overlap import VocabularyOverlap
 from engine.fake_cuda import fake_cuda, to_fake_cuda
 from engine.tiny import PROMPT, V, llama, neighbour
 from engine.tiny_heads import IDS
@@ -41,6 +44,12 @@ def served(size=V):
     return HFModel(to_fake_cuda(neighbour.__wrapped__(size)))
 
 
+def two_vocabularies():
+    """Match two vocabularies of V words, of which five are shared, in another order."""
+    own, other = word_level(*"abcdefg"), word_level(*"xycabze")
+    return VocabularyOverlap.of(own, other, vocab_size=V, draft_vocab_size=V)
+
+
 DRAFTERS = {
     "none": lambda model: None,
     "ngram": lambda model: "ngram",
@@ -53,8 +62,9 @@ DRAFTERS = {
     "smaller vocabulary": lambda model: ModelDrafter(served(6), vocab_size=V),
     "confident model": lambda model: ModelDrafter(served(), confidence=0.3),
     "early exit": lambda model: "early-exit:1",
+    "TLI": lambda model: TLI(served(), two_vocabularies(), vocab_size=V),
 }
-READS = ("model", "smaller vocabulary", "confident model", "early exit")
+READS = ("model", "smaller vocabulary", "confident model", "early exit", "TLI")
 """Drafters that also copy what they drew to the CPU, and read it in the next round, when it has arrived."""
 
 
@@ -86,7 +96,14 @@ def rounds(monkeypatch, make, rule="block", samplings=WARM, tokens=24, dtype=tor
     return found, device
 
 
-SHORT = [("none", "warm"), ("fillers", "warm"), ("suffix+head", "warm"), ("model", "warm"), ("head", "edited")]
+SHORT = [
+    ("none", "warm"),
+    ("fillers", "warm"),
+    ("suffix+head", "warm"),
+    ("model", "warm"),
+    ("head", "edited"),
+    ("TLI", "warm"),
+]
 LONG = [*((name, "warm") for name in DRAFTERS), *((n, s) for n in ("model", "head") for s in ("greedy", "edited"))]
 CASES = [*SHORT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG if case not in SHORT)]
 

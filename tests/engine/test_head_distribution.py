@@ -77,6 +77,19 @@ def test_a_head_that_ends_drafts_after_weak_tokens_keeps_it_too():
 
 
 @pytest.mark.parametrize("rule", ["block", "tree"])
+def test_greedy_texts_of_confident_heads_are_plain_ones(rule):
+    prompts = [list(PROMPT), [3, 4, 3, 4, 3], [6, 1], [1, 2, 0, 1, 2, 0, 1, 2]]
+    drafter = HeadDrafter(on_target(REDUCED), confidence="auto", branches=2 if rule == "tree" else 1)
+    plain, drafted = (
+        dp.load(llama(), each, rule=rule, num_draft_tokens=6).generate(prompts, temperature=0, max_tokens=20)
+        for each in (None, drafter)
+    )
+    assert [output.tokens for output in plain] == [output.tokens for output in drafted]
+    assert sum(output.stats.accepted for output in drafted) > 0
+    assert sum(output.stats.drafted for output in drafted) < 6 * sum(output.stats.rounds for output in drafted)
+
+
+@pytest.mark.parametrize("rule", ["block", "tree"])
 def test_rows_of_all_kinds_in_one_batch_keep_their_distributions(rule):
     made = sampled(head(rule), rule, MIXED, FEWER_TEXTS)
     assert min(p_values(made, MIXED)) > ALPHA

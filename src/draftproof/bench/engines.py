@@ -12,19 +12,28 @@ from draftproof.bench.measure import PLAIN, Decoded
 from draftproof.core.sampling import SamplingParams
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
+from draftproof.models.tokenizer import Tokenizer
 
 PROMPT_LOOKUP_TOKENS: Final = 10
 """Tokens that transformers' prompt lookup copies by default: the number in its documentation."""
 
 
 def engine_decoders(
-    plain: Engine, drafters: Sequence[tuple[str, Any]], rules: Sequence[str], draft_length: int | str
+    plain: Engine,
+    drafters: Sequence[tuple[str, Any]],
+    rules: Sequence[str],
+    draft_length: int | str,
+    draft_tokenizer: Tokenizer | None = None,
 ) -> list["EngineDecoder"]:
-    """Return plain decoding, then every drafter (its name, and what `load` takes) under every rule, on one target."""
+    """Return plain decoding, then every drafter (its name, and what `load` takes) under every rule, on one target.
+
+    `draft_tokenizer` is that of a draft model among them.
+    """
+    shared: dict[str, Any] = {"num_draft_tokens": draft_length, "tokenizer": plain.tokenizer}
     decoders = [EngineDecoder(PLAIN, plain)]
     for name, drafter in drafters:
         for rule in rules:
-            engine = load(plain.hf, drafter, rule=rule, num_draft_tokens=draft_length, tokenizer=plain.tokenizer)
+            engine = load(plain.hf, drafter, rule=rule, draft_tokenizer=draft_tokenizer, **shared)
             decoders.append(EngineDecoder(name if len(rules) == 1 else f"{name}/{rule}", engine))
     return decoders
 

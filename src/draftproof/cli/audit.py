@@ -229,8 +229,14 @@ def _open_target(choice: Choice, engine: str) -> "Engine":
 
 
 def _drafter(choice: Choice, engine: "Engine") -> Any:
-    """Return what the audit can know of the drafter: a model, or the name of a head or of a drafter that copies."""
-    from draftproof.drafters.registry import is_name, meant
+    """Return what the audit can know of the drafter: a model, or the name of a head or of a drafter that copies.
+
+    SLEM chooses its tokens, and has no distribution to bet on: None.
+    """
+    from draftproof.auditor.drafter import TranslatedReference
+    from draftproof.drafters.registry import is_name, meant, split_way
+    from draftproof.drafters.slem import SLEM
+    from draftproof.drafters.tli import TLI
 
     name = choice.drafter
     if name is None:
@@ -240,7 +246,10 @@ def _drafter(choice: Choice, engine: "Engine") -> Any:
         return target.first_layers(int(name.partition(":")[2]))
     if is_name(name):
         return meant(name, engine.hf)
-    return open_engine(Choice(name, None, device=choice.device), dtype=_precision()).hf
+    assistant = open_engine(Choice(split_way(name)[1], None, device=choice.device), dtype=_precision())
+    if isinstance(engine.drafter, TLI):
+        return TranslatedReference(assistant.hf, engine.tokenizer, assistant.tokenizer, engine.model.vocab_size)
+    return None if isinstance(engine.drafter, SLEM) else assistant.hf
 
 
 def _decoder_and_drafter(choice: Choice, settings: AuditSettings, engine: "Engine") -> "tuple[Decoder, Any]":

@@ -155,20 +155,22 @@ def _decoders(settings: BenchSettings, plain: "Engine") -> "list[Decoder]":
 
     names = [name for name in settings.drafters or ("auto", "ngram", "suffix") if drafter_or_none(name) is not None]
     drafters: list[tuple[str, Any]] = [(name, name) for name in dict.fromkeys(meant(name, plain.hf) for name in names)]
+    draft_tokenizer = None
     if settings.draft_model is not None:
-        draft_model = open_engine(Choice(settings.draft_model, None, device=settings.device)).hf
-        drafters.append((Path(settings.draft_model).name, draft_model))
+        assistant = open_engine(Choice(settings.draft_model, None, device=settings.device))
+        drafters.append((Path(settings.draft_model).name, assistant.hf))
+        draft_tokenizer = assistant.tokenizer
     decoders: list[Decoder] = list(
-        engine_decoders(plain, drafters, settings.rules or ("block",), settings.num_draft_tokens)
+        engine_decoders(plain, drafters, settings.rules or ("block",), settings.num_draft_tokens, draft_tokenizer)
     )
     if settings.against is None:
         return decoders
     with spinner(f"Loading {settings.target} for transformers"):
         unpacked = load(settings.target, None, device=settings.device, pack=False)
-        assistant = None
+        draft_model = None
         if settings.draft_model:
-            assistant = load(settings.draft_model, None, device=settings.device, pack=False).hf
-    return decoders + list(transformers_decoders(unpacked.hf, unpacked.eos, assistant, settings.num_draft_tokens))
+            draft_model = load(settings.draft_model, None, device=settings.device, pack=False).hf
+    return decoders + list(transformers_decoders(unpacked.hf, unpacked.eos, draft_model, settings.num_draft_tokens))
 
 
 def _measure(plan: "BenchPlan", into: "list[Run]") -> int:

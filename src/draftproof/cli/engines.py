@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from draftproof.core.sampling import SamplingParams
     from draftproof.engine.engine import Engine
+    from draftproof.models.tokenizer import Tokenizer
     from draftproof.rules import Verifier
 
 
@@ -24,16 +25,16 @@ class Engines:
     def __init__(self) -> None:
         self._target: tuple[str, str | None] | None = None
         self._plain: Engine | None = None
-        self._draft_models: dict[str, Any] = {}
+        self._draft_models: dict[str, Engine] = {}
         self._ready: dict[Choice, Engine] = {}
 
     def get(self, choice: Choice, verifier: "Verifier | None" = None) -> "Engine":
         """Return the engine for this choice; one with a `verifier` in place of the rule is made for this call only."""
         plain = self._plain_engine(choice)
         if verifier is not None:
-            return reopen(plain, choice, self._drafter(choice), verifier)
+            return reopen(plain, choice, *self._drafter(choice), verifier=verifier)
         if choice not in self._ready:
-            self._ready[choice] = reopen(plain, choice, self._drafter(choice))
+            self._ready[choice] = reopen(plain, choice, *self._drafter(choice))
         return self._ready[choice]
 
     def _plain_engine(self, choice: Choice) -> "Engine":
@@ -45,16 +46,16 @@ class Engines:
             self._plain, self._target = opened, wanted
         return self._plain
 
-    def _drafter(self, choice: Choice) -> Any:
-        """Return the drafter as `load` takes it: None, a drafter's name, or a loaded draft model."""
-        from draftproof.drafters.registry import is_name
+    def _drafter(self, choice: Choice) -> "tuple[Any, Tokenizer | None]":
+        """Return the drafter as `load` takes it, and its tokenizer: None, a name, or a loaded draft model."""
+        from draftproof.drafters.registry import is_name, split_way
 
         name = choice.drafter
-        if name is None or is_name(name):
-            return name
+        if name is None or is_name(name) or split_way(name)[0] is not None:
+            return name, None
         if name not in self._draft_models:
-            self._draft_models[name] = open_engine(Choice(name, None, device=choice.device)).hf
-        return self._draft_models[name]
+            self._draft_models[name] = open_engine(Choice(name, None, device=choice.device))
+        return self._draft_models[name].hf, self._draft_models[name].tokenizer
 
 
 def open_engine(choice: Choice, verifier: "Verifier | None" = None, dtype: "torch.dtype | None" = None) -> "Engine":
@@ -77,7 +78,14 @@ def open_engine(choice: Choice, verifier: "Verifier | None" = None, dtype: "torc
         )
 
 
-def reopen(engine: "Engine", choice: Choice, drafter: Any, verifier: "Verifier | None" = None) -> "Engine":
+def reopen(
+    engine: "Engine",
+    choice: Choice,
+    drafter: Any,
+    draft_tokenizer: "Tokenizer | None" = None,
+    *,
+    verifier: "Verifier | None" = None,
+) -> "Engine":
     """Return another engine around the target of `engine`. `drafter` is a name, a loaded draft model or None."""
     from draftproof.engine.load import load
 
@@ -88,6 +96,7 @@ def reopen(engine: "Engine", choice: Choice, drafter: Any, verifier: "Verifier |
             rule=verifier or choice.rule,
             num_draft_tokens=choice.num_draft_tokens,
             tokenizer=engine.tokenizer,
+            draft_tokenizer=draft_tokenizer,
             device=choice.device,
         )
 

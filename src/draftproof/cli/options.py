@@ -84,7 +84,9 @@ def engine_options(
         target_option(),
         click.option(
             "--draft-model", metavar="MODEL",
-            help="Draft with a smaller model of the same family: a folder or a Hugging Face model id.",
+            help="Draft with a smaller model: a folder or a Hugging Face model id. If it has another tokenizer, "
+            "tli:MODEL draws from the tokens that both have, and slem:MODEL encodes its text again; by default TLI if "
+            "they share 90 % of the tokens, else SLEM for --temperature 0.",
         ),
         click.option(
             "--drafter", metavar="NAME", show_default=drafter,

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Final, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.core.device import AsyncCopy, is_cpu, to_device
@@ -88,6 +88,7 @@ class Spine:
     lengths: Int[Tensor, " B"]
     tokens: list[Int[Tensor, " B"]] = field(default_factory=list)
     _dists: list[Distribution] = field(default_factory=list)
+    _log_paths: list[Float[Tensor, " B"]] = field(default_factory=list)
     _siblings: list[Int[Tensor, "B M"]] = field(default_factory=list)
 
     def add(self, dist: Distribution, token: Int[Tensor, " B"]) -> None:
@@ -102,12 +103,16 @@ class Spine:
             self._siblings.append(others if dist.vocab is None else dist.vocab.ids[others])
 
     def end_after_weak(self, confidence: float) -> bool:
-        """End the rows whose last token had a probability below `confidence`; return True if all rows have ended.
+        """End the rows whose tokens so far have a probability below `confidence`; return True if all rows have ended.
 
-        On a GPU the answer would need a synchronisation, and is always False.
+        The probability of a path is the product of its tokens'. The decision depends on tokens that were drawn and are
+        submitted, so the next token, if there is one, still has its declared distribution. On a GPU the answer would
+        need a synchronisation, and is always False.
         """
         stop = len(self.tokens) * self.branches
-        weak = self._dists[-1].log_prob(self.tokens[-1]).exp() < confidence
+        log_path = sum(self._log_paths[-1:], self._dists[-1].log_prob(self.tokens[-1]))
+        self._log_paths.append(log_path)
+        weak = log_path.exp() < confidence
         self.lengths = torch.where(weak, self.lengths.clamp_max(stop), self.lengths)
         return is_cpu(self.lengths.device) and bool((self.lengths <= stop).all())
 

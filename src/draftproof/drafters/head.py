@@ -38,21 +38,37 @@ ROOM: Final = 32
 LEAST_TOKENS: Final = 2**16
 """Tokens in the pool of a head: beside a target on a GPU, or without an engine."""
 
+AUTO_CONFIDENCE: Final = "auto"
+
+GREEDY_CONFIDENCE: Final = 0.15
+"""Probability of a greedy row's path below which "auto" ends a chain. A further token gains at most this much and costs
+a step of the head; 0.1 to 0.2 were equally fast (benchmarks/head_confidence.py)."""
+
+TREE_CONFIDENCE: Final = 0.03
+"""Probability of a path below which "auto" leaves it out of a greedy row's tree: it costs a position of the target's
+pass, which is cheaper than a step of the head."""
+
 
 class HeadDrafter:
     """Drafter that uses a head on the target's hidden states.
 
-    confidence  end a chain after a token whose probability was below this (if all rows are greedy, the probability is
-                the head's own). That token is still submitted: dropping a drawn token would be a bias
+    confidence  end a chain after the token at which the probability of all its tokens falls below this, and leave less
+                likely paths out of a greedy row's tree. If all rows are greedy, the probability is the head's own. A
+                drawn token is still submitted: dropping it would be a bias. "auto" does so for greedy rows on a CPU
     branches    more than one drafts trees, for rule="tree". A greedy row gets the most likely paths, chosen, following
                 `branches` nodes of each level with `branches` candidates each. Any other row gets one drawn path whose
                 tokens have chosen siblings, because drawn tokens are accepted more often than chosen ones
     graphs      on a GPU, capture steps as CUDA graphs and replay them
     """
 
-    def __init__(self, head: FittedHead, *, confidence: float = 0.0, branches: int = 1, graphs: bool = True) -> None:
+    def __init__(
+        self, head: FittedHead, *, confidence: float | str = 0.0, branches: int = 1, graphs: bool = True
+    ) -> None:
         check_count("branches", branches, 1)
-        check_share("confidence", confidence)
+        if not isinstance(confidence, str):
+            check_share("confidence", confidence)
+        elif confidence != AUTO_CONFIDENCE:
+            raise ValueError(f'confidence must be a probability in [0, 1] or "{AUTO_CONFIDENCE}"; got {confidence!r}')
         if branches > len(head.vocab.ids):
             raise ValueError(f"branches={branches}, but the head knows only {len(head.vocab.ids)} tokens")
         self.features = TargetFeatures(layers=head.head.taps)
@@ -112,7 +128,8 @@ class HeadDrafter:
         h = self._memory.catch_up(contexts, [most > 0 for most in slots])
         samplings = [context.sampling for context in contexts]
         greedy = all(sampling.temperature == 0 for sampling in samplings)
-        if greedy and self._confidence:
+        confidence = self._least(GREEDY_CONFIDENCE if greedy else 0.0, h.device)
+        if greedy and confidence:
             samplings = [ranking(sampling) for sampling in samplings]
         histories = [penalty_history(context, h.device) for context in contexts]
         spine, draws = Spine(self._branches, to_device(slots, h.device)), Draws(samplings, rng, self._head.vocab)
@@ -122,7 +139,7 @@ class HeadDrafter:
                 h = self._memory.step(spine.tokens[-1], h, len(spine.tokens), wanted)
             drafted = with_drafted(histories, samplings, spine.tokens)
             spine.add(*draw_token(draws, self._head.logits(h), drafted, start, greedy))
-            if self._confidence and spine.end_after_weak(self._confidence):
+            if confidence and spine.end_after_weak(confidence):
                 break
         draft = spine.draft(shared_rng=rng.shared)
         # The argmax is chosen, not drawn: without a distribution there is less to verify.
@@ -141,7 +158,17 @@ class HeadDrafter:
             tokens = self._head.vocab.ids[dist.logits.topk(self._branches).indices]
             return tokens, dist.log_probs(tokens)
 
-        return grow_levels(h, slots, self._branches, score, self._memory.branch)
+        least = self._least(TREE_CONFIDENCE, h.device)
+        return grow_levels(h, slots, self._branches, score, self._memory.branch, least=least)
+
+    def _least(self, automatic: float, device: torch.device) -> float:
+        """Return the probability below which a path ends: the setting, or `automatic` on a CPU.
+
+        On a GPU a draft is as wide as its longest row could be, so that ending one earlier would save nothing.
+        """
+        if not isinstance(self._confidence, str):
+            return self._confidence
+        return automatic if is_cpu(device) else 0.0
 
 
 def draw_token(

@@ -4,6 +4,7 @@ The best few nodes of each level are expanded together in one pass. Of all candi
 submitted. A path is at most as likely as its prefix, so these form a tree.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,8 +22,13 @@ Follow = Callable[[Int[Tensor, "B w"], Float[Tensor, "B w H"], Bool[Tensor, "B w
 """Returns the states after the nodes of a level; see `HeadReader.branch`."""
 
 
-def grow_levels(h: Float[Tensor, "B H"], slots: Sequence[int], width: int, score: Score, follow: Follow) -> Draft:
+def grow_levels(
+    h: Float[Tensor, "B H"], slots: Sequence[int], width: int, score: Score, follow: Follow, *, least: float = 0.0
+) -> Draft:
     """Grow a tree of up to slots[b] nodes for each row, expanding `width` nodes of every level.
+
+    Paths less likely than `least` are left out, except the likeliest first token: nodes are chosen, so any may be left
+    out.
 
     On a CPU, growth stops at the first level that cannot add a node. On a GPU that test would need a synchronisation,
     so max(slots) - 1 levels are expanded, as many as a chain takes steps. The tree is the same.
@@ -31,11 +37,11 @@ def grow_levels(h: Float[Tensor, "B H"], slots: Sequence[int], width: int, score
     level = Level.start(h)
     for _ in range(1, max(slots)):
         best = candidates.best_of_level(width)
-        if is_cpu(h.device) and not candidates.may_gain(best, slots):
+        if is_cpu(h.device) and not candidates.may_gain(best, slots, least):
             break
         level = level.next(candidates.tokens.gather(1, best), candidates.expanded_parent(best), follow)
         candidates.add(best, *score(level.states))
-    return candidates.likeliest(slots)
+    return candidates.likeliest(slots, least)
 
 
 @dataclass(slots=True)
@@ -61,11 +67,12 @@ class Candidates:
         before = self.paths.shape[1] - self.level_size
         return before + self.paths[:, before:].topk(min(width, self.level_size)).indices
 
-    def may_gain(self, best: Int[Tensor, "B w"], slots: Sequence[int]) -> bool:
+    def may_gain(self, best: Int[Tensor, "B w"], slots: Sequence[int], least: float = 0.0) -> bool:
         """Tell whether a child of the best candidates may still be among the slots[b] most likely of some row."""
         bounds = self.paths.gather(1, best[:, :1])[:, 0].tolist()
         for row, bound, most in zip(self.paths.tolist(), bounds, slots, strict=True):
-            if most and (len(row) < most or sorted(row, reverse=True)[most - 1] < bound):
+            likely = math.exp(bound) >= least
+            if most and likely and (len(row) < most or sorted(row, reverse=True)[most - 1] < bound):
                 return True
         return False
 
@@ -83,12 +90,14 @@ class Candidates:
         """Return the index of each candidate's parent among the nodes expanded last."""
         return self.expanded_parents.gather(1, candidates - (self.paths.shape[1] - self.level_size))
 
-    def likeliest(self, slots: Sequence[int]) -> Draft:
+    def likeliest(self, slots: Sequence[int], least: float = 0.0) -> Draft:
         """Make a draft of each row's slots[b] most likely candidates; those of probability 0 are left out.
 
+        So are those below `least`, except the likeliest of all.
         Parents come before their children: no path is likelier than its prefix, and the sort is stable.
         """
-        possible = self.paths > -torch.inf
+        top = self.paths == self.paths.amax(1, keepdim=True)
+        possible = (self.paths > -torch.inf) & ((self.paths.exp() >= least) | top)
         order = self.paths.where(possible, -torch.inf).sort(dim=1, descending=True, stable=True).indices
         lengths = possible.sum(1).minimum(to_device(slots, order.device))
         K = int(lengths.max()) if is_cpu(lengths.device) else min(max(slots), order.shape[1])

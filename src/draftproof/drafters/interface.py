@@ -86,3 +86,10 @@ def features_of(drafter: Drafter) -> TargetFeatures:
     if not isinstance(wanted, TargetFeatures):
         raise ValueError(f"{type(drafter).__name__}.features must be a TargetFeatures; got {wanted!r}")
     return wanted
+
+
+def check_sampling(drafter: Drafter | None, sampling: SamplingParams) -> None:
+    """Raise if the drafter refuses requests with these parameters, by its optional method `check_sampling`."""
+    check = getattr(drafter, "check_sampling", None)
+    if check is not None:
+        check(sampling)

@@ -38,8 +38,8 @@ class ModelDrafter:
                  never drawn, tokens that the draft model does not have get probability 0
     temperature  the drafter's own temperature for requests that sample; None uses the request's. Any value is exact,
                  because the draft carries the distribution that was used
-    confidence   end a draft after a token whose probability was below this. That token is still submitted: dropping a
-                 drawn token would be a bias
+    confidence   end a draft after the token at which the probability of all its tokens falls below this. That token is
+                 still submitted: dropping a drawn token would be a bias
     branches     candidates per node, for rule="tree": the drawn token, from which the draft continues, then the most
                  likely others, which are chosen
     """
@@ -114,6 +114,13 @@ class ModelDrafter:
     def _readable(self, length: int) -> int:
         """Limit a prefix to the positions that the model has: a target's context may be longer."""
         return length if self._max_length is None else min(length, self._max_length)
+
+    def truncate(self, request: int, length: int) -> None:
+        """Forget what was read of a request after its first `length` tokens: the others have changed.
+
+        A context of the engine only grows. One that is encoded again in another vocabulary may end differently.
+        """
+        self._reader.truncate(request, length)
 
     def _room(self, context: Context, most: int) -> int:
         """Limit the slots to the positions that the model has left; an empty text gets none."""
@@ -202,6 +209,13 @@ class Reader:
     def step(self, tokens: Int[Tensor, " B"], wanted: Sequence[bool]) -> Float[Tensor, "B R"]:
         """Read one more drafted token per row and return the logits after it; unwanted rows do not keep theirs."""
         return self.rows.step(self._names, tokens, wanted)
+
+    def truncate(self, request: int, length: int) -> None:
+        """Forget a request's tokens after the first `length`; see `ModelDrafter.truncate`."""
+        self._receive_drafted()
+        row = self._known.get(request)
+        if row is not None and length < row.read:
+            row.read, row.drafted = length, []
 
     def record_drafted(self, drawn: AsyncCopy, kept: Sequence[int]) -> None:
         """Record the drawn tokens, of which the cache holds the first kept[b].

@@ -44,15 +44,26 @@ DRAFTERS: Final[dict[str, Callable[[int], Drafter]]] = {
 OF_TARGET: Final = (AUTO, EARLY_EXIT, HEAD, SUFFIX_HEAD, EAGLE3, DFLASH, MTP)
 """Drafters that need the target: "early-exit:n" uses its first n layers; the others read its hidden states."""
 
+OTHER_TOKENIZER: Final = ("tli", "slem")
+"""Ways to draft with a model that has another tokenizer: "tli:model" and "slem:model"."""
+
 NAMES: Final = (AUTO, *DRAFTERS, f"{EARLY_EXIT}:n", HEAD, SUFFIX_HEAD, f"{EAGLE3}:folder", f"{DFLASH}:folder", MTP)
 """Everything that `drafter=` takes by name."""
 
 
-def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf: Any = None) -> Drafter | None:
+def resolve(
+    spec: object,
+    target: Model | None = None,
+    *,
+    branches: int = 1,
+    confidence: float | str = 0.0,
+    hf: Any = None,
+) -> Drafter | None:
     """Make the drafter of this name; return a `Drafter` or None unchanged.
 
     `spec` comes from the user, so anything that is not a name, a Drafter or None is refused. `branches` applies to
-    drafters made here. `hf` is the target as a transformers model: a head needs its embeddings.
+    drafters made here, and `confidence` to heads. `hf` is the target as a transformers model: a head needs its
+    embeddings.
     """
     if spec is None:
         return None
@@ -70,13 +81,13 @@ def resolve(spec: object, target: Model | None = None, *, branches: int = 1, hf:
     if name == EARLY_EXIT:
         return _early_exit(spec, rest, target, branches)
     if name == AUTO:
-        return resolve(meant(spec, hf), target, branches=branches, hf=hf)
+        return resolve(meant(spec, hf), target, branches=branches, confidence=confidence, hf=hf)
     if not _is_decoder_only(hf):
         raise ValueError(
             f"drafter {spec!r} reads the hidden states of a causal transformers model; the target is a "
             f"{type(hf).__name__}"
         )
-    head = _head(name, rest, hf, branches, graphs=_uses_graphs(target))
+    head = _head(name, rest, hf, branches, confidence, graphs=_uses_graphs(target))
     return Switch(Suffix(branches=branches), head) if name == SUFFIX_HEAD else head
 
 
@@ -93,6 +104,12 @@ def with_kind(spec: str) -> str:
 
     kind = kind_of(Path(spec))
     return spec if kind is None else f"{kind}:{spec}"
+
+
+def split_way(spec: Any) -> tuple[str | None, Any]:
+    """Split "tli:model" into the way to draft and the draft model; return any other argument after None."""
+    way, colon, model = spec.partition(":") if isinstance(spec, str) else ("", "", "")
+    return (way, model) if colon and way in OTHER_TOKENIZER else (None, spec)
 
 
 def meant(spec: str, hf: Any) -> str:
@@ -115,7 +132,7 @@ def _early_exit(spec: str, layers: str, target: Model | None, branches: int) -> 
     return early_exit(target, int(layers), branches=branches)
 
 
-def _head(name: str, folder: str, hf: Any, branches: int, graphs: bool) -> Drafter:
+def _head(name: str, folder: str, hf: Any, branches: int, confidence: float | str, graphs: bool) -> Drafter:
     from draftproof.drafters.head import HeadDrafter
     from draftproof.models.head.attach import SHIPPED, fitted, fitted_dflash, fitted_eagle3, fitted_mtp
 
@@ -135,7 +152,7 @@ def _head(name: str, folder: str, hf: Any, branches: int, graphs: bool) -> Draft
             f"drafter {name!r} is the head of the bundled model, and this installation has none: name one, "
             f'"{HEAD}:folder", or train it: draftproof train'
         )
-    return HeadDrafter(fitted(folder or SHIPPED, hf), branches=branches, graphs=graphs)
+    return HeadDrafter(fitted(folder or SHIPPED, hf), branches=branches, confidence=confidence, graphs=graphs)
 
 
 def _uses_graphs(target: Model | None) -> bool:

@@ -98,11 +98,14 @@ class Draws:
 
 
 def penalty_history(context: Context, device: torch.device) -> History:
-    """Copy the row's prompt and output to the device for the penalties; empty if the request has none."""
+    """Copy the row's prompt and output to the device for the penalties; empty if the request has none.
+
+    Penalties count the target's tokens, which a context in a draft model's own vocabulary has as well.
+    """
     if not context.sampling.penalises:
         return History([], [])
-    n = context.prompt_length
-    parts = context.tokens[:n], context.tokens[n:]
+    n, tokens = context.prompt_length, getattr(context, "target_tokens", context.tokens)
+    parts = tokens[:n], tokens[n:]
     return History(*(to_device(list(part), device) for part in parts))
 
 

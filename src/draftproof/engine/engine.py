@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, overload
 import torch
 
 from draftproof.core.sampling import SamplingParams, is_whole
-from draftproof.drafters.interface import Drafter
+from draftproof.drafters.interface import Drafter, check_sampling
 from draftproof.engine.beam_search import check_beams
 from draftproof.engine.draft_length import check_length
 from draftproof.engine.loop import Loop
@@ -409,6 +409,7 @@ class Engine:
         outside = next((token for token in sampling.logit_bias if token >= V), None)
         if outside is not None:
             raise ValueError(f"logit_bias names token {outside}; the vocabulary is [0, {V})")
+        check_sampling(self.drafter, sampling)
         seeded = sampling.seed is not None
         if not seeded:
             sampling = replace(sampling, seed=int(torch.randint(2**62, ())))

@@ -26,6 +26,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import InexactError
+from draftproof.drafters.interface import check_sampling
 from draftproof.drafters.registry import default_branches, is_name
 from draftproof.engine.draft_length import check_length
 from draftproof.engine.load import as_drafter
@@ -91,13 +92,15 @@ def generate(
     _refuse(logits_processor, generation_config, model_kwargs)
     served = as_model(model)
     branches = default_branches(drafter, rule) if branches is None else branches
-    built = as_drafter(_loaded(drafter, model), served, LOADING, branches=branches, hf=model)
+    confidence = "auto" if num_draft_tokens == "auto" else 0.0
+    built = as_drafter(_loaded(drafter, model), served, LOADING, branches=branches, confidence=confidence, hf=model)
     inputs = GenerateInputs(
         input_ids, inputs_tensor, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     )
     matrix = _token_matrix(inputs, served, generation_config, seed)
     _check_lengths(matrix, served, generation_config, stopping_criteria)
     sampling = SamplingParams(temperature=1 if generation_config.do_sample else 0)
+    check_sampling(built, sampling)
     targets = ProcessedDistributions(matrix, logits_processor, sampling)
     its_parts = parts(served, built, rule, targets)
     check_length(num_draft_tokens)

@@ -194,21 +194,21 @@ def _rope_parameters(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
     yield from (nested for nested in parameters.values() if isinstance(nested, Mapping))
 
 
-def check_vocabularies(target: Model, drafter: Model, tokenizer: Any, its_tokenizer: Any) -> None:
-    """Refuse a drafter whose ids mean other tokens than the target's. Different padding is fine."""
-    if its_tokenizer is None or tokenizer is None:
+def same_vocabulary(target: Model, drafter: Model, tokenizer: Any, draft_tokenizer: Any) -> bool:
+    """Tell whether the drafter's ids mean the target's tokens. Different padding is fine.
+
+    Without both tokenizers, models of about the same size are taken to have the same; others are refused.
+    """
+    if draft_tokenizer is None or tokenizer is None:
         near = abs(target.vocab_size - drafter.vocab_size) <= 1024  # padded to another multiple
         if not near:
             raise InexactError(
                 f"the drafter scores {drafter.vocab_size} tokens and the target {target.vocab_size}: their "
-                "vocabularies differ, and there is no mapping. Use a drafter of the same family"
+                "vocabularies differ, and cannot be matched without both tokenizers. Pass tokenizer= and "
+                "draft_tokenizer=, or use a drafter of the same family"
             )
-        return
-    one, other = tokenizer.get_vocab(), its_tokenizer.get_vocab()
-    wrong = next((t for t, i in other.items() if one.get(t, i) != i), None)
-    shared = sum(one.get(t) == i for t, i in other.items())
-    if wrong is not None or shared < 0.9 * min(len(one), len(other)):
-        raise InexactError(
-            f"drafter and target have different vocabularies ({shared} of {len(one)} tokens agree, {wrong!r} does "
-            "not): use a drafter of the same family"
-        )
+        return True
+    one, other = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    shared = sum(one.get(token) == i for token, i in other.items())
+    differs = any(one.get(token, i) != i for token, i in other.items())
+    return not differs and shared >= 0.9 * min(len(one), len(other))
