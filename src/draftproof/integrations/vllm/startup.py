@@ -50,8 +50,8 @@ def check(config: Any) -> None:
     problems = ENGINE.problems + hooks.problems
     if problems:
         raise RefusedError(
-            f"draftproof does not know model runner {runner} of this vLLM: {problems[0]}. Use a version that draftproof "
-            "was tested with, or leave additional_config['draftproof'] out"
+            f"draftproof does not know model runner {runner} of this vLLM: {problems[0]}. Use a version that "
+            "draftproof was tested with, or leave additional_config['draftproof'] out"
         )
     method = getattr(speculation, "rejection_sample_method", "standard")
     if method != "standard":
