@@ -68,9 +68,7 @@ def sampling_metadata(samplings: list[dp.SamplingParams]) -> Any:
         no_penalties=True,
         bad_words_token_ids={},
         allowed_token_ids_mask=None,
-        logitsprocs=SimpleNamespace(
-            argmax_invariant=[MinPLogitsProcessor(torch.tensor(column["min_p"]))], non_argmax_invariant=[]
-        ),
+        logitsprocs=SimpleNamespace(argmax_invariant=[min_p], non_argmax_invariant=[]),
         max_num_logprobs=None,
     )
 

@@ -80,7 +80,7 @@ class Offline:
         """Continue each prompt; see `Decoder`."""
         _refuse_other_order(sampling)
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        parameters = [_parameters(sampling, max_tokens, seed) for seed in seeds]
+        parameters = [vllm_parameters(sampling, max_tokens, seed) for seed in seeds]
         with _counted_rounds(self.llm) as rounds:
             outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
         return [Decoded(tuple(each.outputs[0].token_ids), _rounds_of(rounds, each.request_id)) for each in outputs]
@@ -95,7 +95,7 @@ def _refuse_other_order(sampling: SamplingParams) -> None:
         )
 
 
-def _parameters(sampling: SamplingParams, max_tokens: int, seed: int) -> Any:
+def vllm_parameters(sampling: SamplingParams, max_tokens: int, seed: int) -> Any:
     """Translate sampling parameters to vLLM's, which has all of them."""
     return _vllm().SamplingParams(
         temperature=float(sampling.temperature),
