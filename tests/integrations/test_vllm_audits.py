@@ -120,7 +120,7 @@ def test_a_request_with_a_seed_repeats(host):
 def test_greedy_texts_are_those_of_the_plain_sampler(host, fields):
     asked = parameters(temperature=0, **fields)
     drafted = host.generate(PROMPTS, asked)
-    with host.not_drafting():
+    with host.plain():
         plain = host.generate(PROMPTS, asked)
     assert [a.token_ids for a in drafted] == [b.token_ids for b in plain]
 

@@ -63,12 +63,13 @@ class Host:
             sampler.draftproof = before
 
     @contextmanager
-    def not_drafting(self) -> Iterator[None]:
-        """Propose nothing, so that vLLM's plain sampler draws every token."""
+    def plain(self) -> Iterator[None]:
+        """Propose nothing and verify as stock vLLM does: its plain sampler draws every token."""
         drafter, batch = self.runner.drafter, self.runner.input_batch
         drafter.propose = lambda *_args, **_more: [[] for _ in range(batch.num_reqs)]
         try:
-            yield
+            with self.verified_by(None):
+                yield
         finally:
             del drafter.propose
 
