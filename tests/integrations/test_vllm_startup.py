@@ -1,0 +1,105 @@
+"""An engine that asks for the plug-in and cannot have it does not start, and is told why in one sentence."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from draftproof.integrations.vllm import requests, runner_v1, runner_v2, startup
+from draftproof.integrations.vllm.settings import Settings
+from draftproof.integrations.vllm.startup import RefusedError, check, confirm, rule_of_worker
+
+
+def config(asked=None, *, v2=False, method="standard", speculates=True, **more):
+    speculation = SimpleNamespace(rejection_sample_method=method) if speculates else None
+    additional = {} if asked is None else {"draftproof": asked}
+    return SimpleNamespace(additional_config=additional, speculative_config=speculation, use_v2_model_runner=v2, **more)
+
+
+def test_a_configuration_that_asks_for_what_is_there_is_accepted():
+    check(config({"rule": "block"}))
+    check(config({"rule": "token"}, v2=True))
+
+
+@pytest.mark.parametrize(("v2", "hooks"), [(False, runner_v1.HOOKS), (True, runner_v2.HOOKS), (False, startup.ENGINE)])
+def test_an_unknown_vllm_is_refused_if_the_plug_in_was_asked_for(monkeypatch, v2, hooks):
+    monkeypatch.setattr(hooks, "problems", ["forward has the parameters ['x'], expected ['y']"])
+    check(config(None, v2=v2))
+    with pytest.raises(RefusedError, match=re.escape("['x'], expected ['y']")):
+        check(config({}, v2=v2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"asked": {"rule": "blok"}}, "'blok'"),
+        ({"asked": {}, "method": "synthetic"}, "'synthetic'"),
+        ({"asked": {}, "method": "block"}, "'block'"),
+        ({"asked": {}, "watermark_config": object()}, "watermark"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        check(config(**wrong))
+
+
+def worker(settings=None, *, samples=True):
+    sampler = SimpleNamespace(draftproof=settings) if samples else None
+    return SimpleNamespace(model_runner=SimpleNamespace(rejection_sampler=sampler))
+
+
+def test_all_workers_that_sample_must_verify_by_the_rule():
+    ours, stock, silent = worker(Settings("block")), worker(), worker(samples=False)
+    confirm([rule_of_worker(w) for w in (silent, ours, ours)], Settings("block"))
+    for workers in ([ours, stock], [stock], [silent], [worker(Settings("token"))]):
+        with pytest.raises(RefusedError, match="VLLM_PLUGINS"):
+            confirm([rule_of_worker(w) for w in workers], Settings("block"))
+
+
+def test_a_worker_is_not_loaded_where_the_plug_in_is_required_and_was_not(monkeypatch):
+    monkeypatch.setattr(startup.CONFIG, "installed", False)
+    with pytest.raises(RefusedError, match="VLLM_PLUGINS"):
+        __import__("draftproof.integrations.vllm.required")
+
+
+def request(name: str, *, computed: int, tokens: int, finished: bool = False):
+    return SimpleNamespace(
+        request_id=name, num_computed_tokens=computed, num_tokens=tokens, is_finished=lambda: finished
+    )
+
+
+def test_requests_that_should_have_emitted_a_token_and_did_not_are_found():
+    known = {
+        "spoke": request("spoke", computed=9, tokens=9),
+        "silent": request("silent", computed=9, tokens=9),
+        "prefill": request("prefill", computed=5, tokens=9),
+        "done": request("done", computed=9, tokens=9, finished=True),
+    }
+    names = [*known, "gone"]
+    scheduled = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1))
+    output = SimpleNamespace(
+        sampled_token_ids=[[4], [], [], [], []], req_id_to_index={name: i for i, name in enumerate(names)}
+    )
+    assert [r.request_id for r in requests.without_tokens(known, scheduled, output)] == ["silent"]
+
+
+class Params:
+    thinking_token_budget = None
+
+    def refuses(self, speculative_config):
+        raise ValueError("stock refuses")
+
+
+def test_min_p_and_bias_are_let_through_where_the_plug_in_verifies():
+    validate = requests._accepts_min_p_and_bias(Params.refuses)
+    served = SimpleNamespace(**{requests.SERVED: True})
+    validate(Params(), served)
+    with pytest.raises(ValueError, match="stock refuses"):
+        validate(Params(), SimpleNamespace())
+
+
+def test_a_thinking_budget_is_refused_by_name():
+    budgeted = Params()
+    budgeted.thinking_token_budget = 64
+    with pytest.raises(ValueError, match="thinking_token_budget=64"):
+        requests._accepts_min_p_and_bias(Params.refuses)(budgeted, SimpleNamespace(**{requests.SERVED: True}))
