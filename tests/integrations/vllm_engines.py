@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "drawn": ({"method": "draft_model", "draft_sample_method": "probabilistic"}, {}),
     "argmax": ({"method": "draft_model"}, {}),
-    "preempted": ({"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}, {"num_gpu_blocks_override": 12}),
 }
 """Speculative configs and further options of `LLM`."""
 
@@ -42,7 +41,6 @@ class Host:
     kind: str
     decoder: Any
     drafter: Any
-    others: Sequence[SamplingParams] = field(default_factory=tuple)
 
     @property
     def llm(self) -> Any:
@@ -73,8 +71,8 @@ class Host:
         finally:
             del drafter.propose
 
-    def examined(self, sampling: SamplingParams, max_tokens: int, decoder: Any = None) -> Certificate:
-        options = {"sampling": sampling, "drafter": self.drafter, "max_tokens": max_tokens, "batch": 64}
+    def examined(self, sampling: SamplingParams, max_tokens: int, decoder: Any = None, **more: Any) -> Certificate:
+        options = {"sampling": sampling, "drafter": self.drafter, "max_tokens": max_tokens, "batch": 64, **more}
         with unchecked():
             return audit(decoder or self.decoder, pair()[0], PROMPTS, **options)
 
@@ -85,8 +83,8 @@ class Host:
             return [each.outputs[0] for each in self.llm.generate(inputs, parameters, use_tqdm=False)]
 
 
-def start(kind: str, folder: Path) -> Host:
-    """Start an engine of this kind; it verifies by the block rule."""
+def start(kind: str, folder: Path, **more: Any) -> Host:
+    """Start an engine of this kind; it verifies by the block rule. `more` are further options of `LLM`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     target, drafter = saved(folder)
     speculation, options = KINDS[kind]
@@ -95,7 +93,6 @@ def start(kind: str, folder: Path) -> Host:
     decoder = maker("vllm")(
         str(target),
         speculative_config={**speculation, "num_speculative_tokens": 3},
-        **{**OPTIONS, **options},
+        **{**OPTIONS, **options, **more},
     )
-    copying = {"ngram": "ngram", "preempted": "ngram", "suffix": "suffix"}
-    return Host(kind, decoder, copying.get(kind) or pair()[1])
+    return Host(kind, decoder, kind if kind in ("ngram", "suffix") else pair()[1])
