@@ -62,25 +62,29 @@ def test_a_worker_is_not_loaded_where_the_plug_in_is_required_and_was_not(monkey
         __import__("draftproof.integrations.vllm.required")
 
 
-def request(name: str, *, computed: int, tokens: int, finished: bool = False):
-    return SimpleNamespace(
-        request_id=name, num_computed_tokens=computed, num_tokens=tokens, is_finished=lambda: finished
-    )
+def step(new: dict[str, tuple[int, int]], running: dict[str, tuple[int, int]]):
+    """Return a scheduler's output: for each request the tokens computed before, and those of this step."""
+    scheduled = {name: count for name, (_, count) in {**new, **running}.items()}
+    cached = SimpleNamespace(req_ids=list(running), num_computed_tokens=[before for before, _ in running.values()])
+    started = [SimpleNamespace(req_id=name, num_computed_tokens=before) for name, (before, _) in new.items()]
+    return SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_cached_reqs=cached, scheduled_new_reqs=started)
 
 
 def test_requests_that_should_have_emitted_a_token_and_did_not_are_found():
+    done = {"done"}
     known = {
-        "spoke": request("spoke", computed=9, tokens=9),
-        "silent": request("silent", computed=9, tokens=9),
-        "prefill": request("prefill", computed=5, tokens=9),
-        "done": request("done", computed=9, tokens=9, finished=True),
+        name: SimpleNamespace(request_id=name, num_tokens=9, is_finished=lambda name=name: name in done)
+        for name in ("spoke", "silent", "whole prompt", "part of a prompt", "done")
     }
-    names = [*known, "gone"]
-    scheduled = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1))
-    output = SimpleNamespace(
-        sampled_token_ids=[[4], [], [], [], []], req_id_to_index={name: i for i, name in enumerate(names)}
+    scheduled = step(
+        {"whole prompt": (0, 9), "part of a prompt": (0, 5)},
+        {"spoke": (8, 3), "silent": (8, 3), "done": (8, 1), "gone": (8, 1)},
     )
-    assert [r.request_id for r in requests.without_tokens(known, scheduled, output)] == ["silent"]
+    rows = {name: i for i, name in enumerate(scheduled.num_scheduled_tokens)}
+    tokens = [[4] if name == "spoke" else [] for name in rows]
+    output = SimpleNamespace(sampled_token_ids=tokens, req_id_to_index=rows)
+    found = requests.without_tokens(known, scheduled, output)
+    assert {request.request_id for request in found} == {"silent", "whole prompt"}
 
 
 class Params:

@@ -12,6 +12,7 @@ from auditor.vllm_models import PROMPTS, pair, saved
 from draftproof.auditor.api import audit
 from draftproof.auditor.certificate import Certificate
 from draftproof.auditor.decoders import maker
+from draftproof.auditor.reference import in_use
 from draftproof.core.sampling import SamplingParams
 from draftproof.integrations.vllm.settings import Settings
 from engine.many_texts import unchecked
@@ -72,9 +73,17 @@ class Host:
             del drafter.propose
 
     def examined(self, sampling: SamplingParams, max_tokens: int, decoder: Any = None, **more: Any) -> Certificate:
+        """Audit this engine, or a decoder on it, and print the result: `pytest -rP` shows it."""
         options = {"sampling": sampling, "drafter": self.drafter, "max_tokens": max_tokens, "batch": 64, **more}
         with unchecked():
-            return audit(decoder or self.decoder, pair()[0], PROMPTS, **options)
+            found = audit(decoder or self.decoder, pair()[0], PROMPTS, **options)
+        used = {name: getattr(sampling, name) for name in in_use(sampling)} or "temperature 1"
+        rule = getattr(self.runner.rejection_sampler.draftproof, "rule", "stock")
+        print(
+            f"AUDIT {self.kind}, {rule}, {used}: {found.verdict} in {found.tokens} tokens with "
+            f"{found.coverage.rejected:.0f} rejections; found at {found.found_at}, smallest {found.smallest_bias}"
+        )
+        return found
 
     def generate(self, prompts: Sequence[Sequence[int]], parameters: Any) -> list[Any]:
         """Return vLLM's outputs, one for each prompt; `parameters` are vLLM's own, for all or for each."""

@@ -45,18 +45,30 @@ def _fails_requests(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_tokens(requests: Any, scheduler_output: Any, model_runner_output: Any) -> list[Any]:
-    """Return the requests whose texts were complete up to this step and which emitted nothing: no row was sound."""
-    if not model_runner_output.sampled_token_ids:
+    """Return the requests that should have emitted a token in this step and did not: no row of theirs was sound."""
+    sampled, row = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+    silent = [name for name in scheduler_output.num_scheduled_tokens if sampled and not len(sampled[row[name]])]
+    if not silent:
         return []
+    before = _computed_before(scheduler_output)
     found = []
-    for name in scheduler_output.num_scheduled_tokens:
+    for name in silent:
         request = requests.get(name)
-        emitted = model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[name]]
-        if request is None or len(emitted) or request.is_finished():
-            continue
-        if request.num_computed_tokens >= request.num_tokens:  # less: a part of a prompt, which emits nothing
+        # a step that ends before the text's last token is a part of a prompt, and emits nothing
+        after = before.get(name, 0) + scheduler_output.num_scheduled_tokens[name]
+        if request is not None and not request.is_finished() and after >= request.num_tokens:
             found.append(request)
     return found
+
+
+def _computed_before(scheduler_output: Any) -> dict[str, int]:
+    """Return how many tokens of each request were computed before a step, as its scheduler counted them.
+
+    A request's own counter may be a step ahead: with asynchronous scheduling the next step is under way already.
+    """
+    running = scheduler_output.scheduled_cached_reqs
+    computed = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
+    return computed | {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
 
 
 def _with_errors(scheduler: Any, outputs: Any, failed: list[Any]) -> Any:

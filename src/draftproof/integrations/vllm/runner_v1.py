@@ -5,6 +5,7 @@ drafts were drawn. A draft token of -1 ends its draft. The result is the plain s
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -202,7 +203,9 @@ def _by_kernels(
     """Verify by the Triton kernels, on the rows as they lie and without a sync. A request with a faulty row emits
     nothing."""
     B, V, device = len(drafts), rows.shape[-1], rows.device
-    parameters = kernels.Parameters.empty(B, device, filtered=not (sampling.top_k is None and sampling.top_p is None))
+    nucleus, warm = sampling.top_p is not None, not sampling.all_greedy
+    parameters = kernels.Parameters.empty(B, device, filtered=nucleus or sampling.top_k is not None)
+    parameters = replace(parameters, warm=warm, nucleus=nucleus)
     if sampling.all_greedy:
         parameters["temperature"].zero_()
     else:
