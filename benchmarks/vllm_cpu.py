@@ -1,6 +1,6 @@
 """Measure vLLM on a CPU with the bundled model: plain, stock speculation and the plug-in, taking turns in one engine.
 
-    python benchmarks/vllm_cpu.py [--limit 3] [--max-tokens 64] [--out benchmarks/results/vllm_cpu.json]
+    OMP_NUM_THREADS=1 python benchmarks/vllm_cpu.py [--limit 3] [--max-tokens 64] [--out benchmarks/results/vllm_cpu.json]
 
 It needs the environment of `make test-vllm`. One engine serves all contenders, so that they differ in nothing else: for
 plain decoding the drafter proposes nothing, and for stock speculation the plug-in's settings are taken off the sampler.
@@ -39,7 +39,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
 }
 """Set before vLLM is imported, which happens in functions for that reason."""
 
@@ -272,6 +272,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "vllm_cpu.json")
     options = parser.parse_args()
+    if torch.get_num_threads() > 1:
+        parser.error("set OMP_NUM_THREADS=1: CPU time is compared, and waiting threads would count")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     host = start()

@@ -28,7 +28,7 @@ SPECULATION = '{"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 
 def run(folder: Path, options: dict, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, SCRIPT, str(folder), json.dumps(options), json.dumps(SAMPLINGS)]
     env = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=400)
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=1200)
 
 
 def result(done: subprocess.CompletedProcess) -> dict:

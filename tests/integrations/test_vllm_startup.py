@@ -1,6 +1,9 @@
 """An engine that asks for the plug-in and cannot have it does not start, and is told why in one sentence."""
 
 import re
+import tomllib
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +17,13 @@ def config(asked=None, *, v2=False, method="standard", speculates=True, **more):
     speculation = SimpleNamespace(rejection_sample_method=method) if speculates else None
     additional = {} if asked is None else {"draftproof": asked}
     return SimpleNamespace(additional_config=additional, speculative_config=speculation, use_v2_model_runner=v2, **more)
+
+
+def test_vllm_finds_the_plug_in_by_its_entry_point():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    [place] = project["entry-points"]["vllm.general_plugins"].values()
+    module, _, name = place.partition(":")
+    assert callable(getattr(import_module(module), name))
 
 
 def test_a_configuration_that_asks_for_what_is_there_is_accepted():
