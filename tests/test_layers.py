@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "auditor": {"core", "rules", "models"},
     "bench": {"core", "rules", "models", "drafters", "engine"},
     "explain": {"core", "rules", "models", "drafters", "engine"},
-    "integrations": {"core", "rules", "models", "drafters", "engine"},
+    "integrations": {"core", "kernels", "rules", "models", "drafters", "engine"},
     "train": {"core", "rules", "models", "drafters", "engine"},
 }
 TOP = set(MAY_IMPORT) | {"cli"}  # the package's own files are above all folders

@@ -89,6 +89,28 @@ def test_the_default_drafter_of_other_engines_is_what_they_draft_with(run, model
     assert asked == ["auto", None, "prompt-lookup", "ngram", None, "suffix"]
 
 
+@pytest.mark.parametrize(
+    ("speculation", "drafter"),
+    [
+        ({"method": "ngram"}, "ngram"),
+        ({"method": "suffix"}, "suffix"),
+        ({"method": "custom_class", "model": "draftproof.integrations.vllm.Suffix"}, "suffix"),
+        ({"method": "custom_class", "model": "another.Drafter"}, None),
+        ({"method": "draft_model", "model": "folder"}, "folder"),
+        ({"method": "eagle3", "model": "folder"}, None),
+    ],
+)
+def test_the_drafter_of_vllm_is_read_off_its_speculative_config(run, monkeypatch, speculation, drafter):
+    asked = []
+    monkeypatch.setattr(audit_command, "run_audit", lambda choice, settings: asked.append((choice, settings)) or 0)
+    config = ("--speculative-config", json.dumps(speculation), "--additional-config", '{"draftproof": {}}')
+    run("audit", "--engine", "vllm", *config)
+    [(choice, settings)] = asked
+    assert choice.drafter == drafter
+    assert settings.speculative_config == speculation
+    assert settings.additional_config == {"draftproof": {}}
+
+
 def test_all_models_are_loaded_in_float32(run, model, draft_model, prompts, monkeypatch):
     wanted, loaded = [], load_module.load_model
     monkeypatch.setattr(load_module, "load_model", lambda spec, how: wanted.append(how.dtype) or loaded(spec, how))
@@ -213,6 +235,10 @@ def test_transformers_own_prompt_lookup_can_be_audited(run, model, prompts):
         (("--engine", "transformers-assisted", "--drafter", "early-exit:2"), "needs --draft-model"),
         (("--engine", "transformers-universal", "--drafter", "head"), "transformers-universal needs --draft-model"),
         (("--engine", "command"), "must be given together"),
+        (("--speculative-config", "{}"), "--speculative-config is for --engine vllm"),
+        (("--additional-config", "{}"), "--additional-config is for --engine vllm"),
+        (("--engine", "vllm", "--additional-config", "draftproof"), "'draftproof' is not JSON"),
+        (("--engine", "vllm", "--speculative-config", "[]"), "must be a JSON object"),
     ],
 )
 def test_a_wrong_call_is_refused_before_anything_is_loaded(run, options, message):

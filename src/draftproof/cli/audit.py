@@ -1,5 +1,6 @@
 """`draftproof audit`: test statistically whether a decoder samples from the target's distribution."""
 
+import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -57,6 +58,7 @@ Examples:
   draftproof audit --drafter early-exit:20 --rule token --sampling temperature=0.8,top_p=0.95
   draftproof audit --engine transformers-assisted --target DIR --draft-model DIR --html audit.html
   draftproof audit --engine transformers-universal --target DIR --draft-model DIR
+  draftproof audit --engine vllm --target DIR --additional-config '{"draftproof": {"rule": "block"}}'
   draftproof audit --engine command --command "python my_decoder.py" --drafter ngram
   draftproof audit --save audit.json --max-tokens 20000        begin an audit
   draftproof audit --resume audit.json --max-tokens 100000     continue it
@@ -69,6 +71,19 @@ program for --engine command must decode in float32 too. For each line {"prompt"
 n, "seed": s} on its stdin, it must write a line {"tokens": [ids]} to its stdout. Name its drafter with --drafter: no
 decoder is cleared whose drafter is unknown.
 """
+
+
+def json_object(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    """Parse a JSON object."""
+    if value is None:
+        return None
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"{value!r} is not JSON ({error})") from None
+    if not isinstance(parsed, dict):
+        raise click.BadParameter(f'must be a JSON object such as \'{{"method": "ngram"}}\'; got {value!r}')
+    return parsed
 
 
 def sampling_fields(ctx: click.Context, param: click.Parameter, value: str) -> dict[str, Any]:
@@ -88,6 +103,14 @@ def sampling_fields(ctx: click.Context, param: click.Parameter, value: str) -> d
     "--engine", type=click.Choice(ENGINES), default="draftproof", show_default=True, help="The decoder to audit."
 )
 @click.option("--command", metavar="TEXT", help="The command line of the program that --engine command audits.")
+@click.option(
+    "--speculative-config", metavar="JSON", callback=json_object,
+    help="vLLM's speculative config; the default is made from --drafter.",
+)  # fmt: skip
+@click.option(
+    "--additional-config", metavar="JSON", callback=json_object,
+    help="vLLM's additional config, such as '{\"draftproof\": {\"rule\": \"block\"}}' for the plug-in.",
+)  # fmt: skip
 @engine_options()
 @click.option(
     "--sampling", metavar="A=X,B=Y", default="temperature=1", show_default=True, callback=sampling_fields,
@@ -130,9 +153,23 @@ def audit(choice: Choice, **options: Any) -> int:
         raise click.UsageError(f"--engine {engine} needs --draft-model")
     if (engine == "command") != (options["command"] is not None):
         raise click.UsageError("--engine command and --command must be given together")
-    if choice.drafter == "auto":
+    for name in ("speculative_config", "additional_config"):
+        if options[name] is not None and engine != "vllm":
+            raise click.UsageError(f"--{name.replace('_', '-')} is for --engine vllm")
+    if choice.drafter == "auto" and options["speculative_config"] is not None:
+        choice = replace(choice, drafter=_drafter_of_vllm(options["speculative_config"]))
+    elif choice.drafter == "auto":
         choice = replace(choice, drafter=AUTO.get(engine, "auto"))
     return run_audit(choice, AuditSettings(**options))
+
+
+def _drafter_of_vllm(speculation: dict[str, Any]) -> str | None:
+    """Return what is known of the drafter of vLLM's speculative config; None if nothing is."""
+    method, model = speculation.get("method"), str(speculation.get("model", ""))
+    if method == "draft_model":
+        return model
+    copying = {"ngram": "ngram", "suffix": "suffix", "NGram": "ngram", "Suffix": "suffix"}
+    return copying.get(model.rpartition(".")[2] if method == "custom_class" else str(method))
 
 
 def _is_drafter_name(word: str) -> bool:
@@ -145,6 +182,8 @@ class AuditSettings:
 
     engine: str
     command: str | None
+    speculative_config: dict[str, Any] | None
+    additional_config: dict[str, Any] | None
     sampling: dict[str, Any]
     prompts: Path | None
     alpha: float
@@ -282,7 +321,13 @@ def _decoder(choice: Choice, settings: AuditSettings, engine: "Engine", drafter:
     if settings.engine == "command":
         return maker("command")(shlex.split(settings.command or ""))
     if settings.engine == "vllm":
-        return maker("vllm")(choice.target, choice.drafter, draft_length=length or 3)
+        return maker("vllm")(
+            choice.target,
+            choice.drafter,
+            draft_length=length or 3,
+            speculative_config=settings.speculative_config,
+            additional_config=settings.additional_config or {},
+        )
     if settings.engine == "transformers-assisted":
         return maker("transformers_assisted")(engine.hf, drafter)
     if settings.engine == "transformers-lookup":

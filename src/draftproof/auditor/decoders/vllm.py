@@ -17,23 +17,49 @@ OPTIONS: Final[Mapping[str, Any]] = {"dtype": "float32", "enforce_eager": True, 
 """Defaults of the `LLM` class for an audit: the reference's precision, and no compilation time."""
 
 
-def vllm(model: Any, drafter: str | None = "ngram", *, draft_length: int = 3, **options: Any) -> "Offline":
+def vllm(
+    model: Any,
+    drafter: str | None = "ngram",
+    *,
+    draft_length: int = 3,
+    speculative_config: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> "Offline":
     """Make a decoder of a model folder or hub id, or of an existing `LLM` with the drafter it was loaded with.
 
-    drafter   "ngram", a draft model's folder or hub id, or None
-    options   options of the `LLM` class; the defaults are `OPTIONS`
+    drafter             "ngram", a draft model's folder or hub id, or None
+    speculative_config  vLLM's own, for any other way of drafting; replaces drafter and draft_length
+    options             options of the `LLM` class, such as additional_config; the defaults are `OPTIONS`
 
     vLLM runs inside this process, because its rounds can only be counted there.
     """
     if not isinstance(model, (str, os.PathLike)):
-        return Offline(model, "vllm", _versions())
+        return Offline(model, "vllm", _versions() | {"verification": _verification(model)})
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     llm_class: Any = _vllm().LLM
 
     speculation = None if drafter is None else {**_speculation(drafter), "num_speculative_tokens": draft_length}
+    speculation = speculation if speculative_config is None else dict(speculative_config)
     llm = llm_class(model=str(model), speculative_config=speculation, **{**OPTIONS, **options})
-    name = "vllm" if speculation is None else f"vllm, {speculation['method']}"
-    return Offline(llm, name, _versions() | {"speculation": str(speculation)})
+    if "draftproof" in (options.get("additional_config") or {}) and speculation and _verification(llm) == STOCK:
+        raise ValueError(
+            "additional_config asks for draftproof, and vLLM verifies by itself: is draftproof installed beside vLLM, "
+            "and not left out of VLLM_PLUGINS?"
+        )
+    name = "vllm" if speculation is None else f"vllm, {speculation['method']}, verified by {_verification(llm)}"
+    return Offline(llm, name, _versions() | {"speculation": str(speculation), "verification": _verification(llm)})
+
+
+STOCK: Final = "vLLM"
+
+
+def _verification(llm: Any) -> str:
+    """Say who verifies drafts, as the running sampler has it: vLLM itself, or draftproof's plug-in and its rule."""
+    core = getattr(getattr(llm.llm_engine, "engine_core", None), "engine_core", None)
+    worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
+    sampler = getattr(getattr(worker, "model_runner", None), "rejection_sampler", None)
+    settings = getattr(sampler, "draftproof", None)
+    return STOCK if settings is None else f"draftproof, rule {settings.rule}"
 
 
 def _speculation(drafter: str) -> dict[str, Any]:
@@ -52,14 +78,24 @@ class Offline:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, max_tokens: int, seeds: Sequence[int]
     ) -> list[Decoded]:
         """Continue each prompt; see `Decoder`."""
+        _refuse_other_order(sampling)
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        parameters = [_parameters(sampling, max_tokens, seed) for seed in seeds]
+        parameters = [vllm_parameters(sampling, max_tokens, seed) for seed in seeds]
         with _counted_rounds(self.llm) as rounds:
             outputs = self.llm.generate(inputs, parameters, use_tqdm=False)
         return [Decoded(tuple(each.outputs[0].token_ids), _rounds_of(rounds, each.request_id)) for each in outputs]
 
 
-def _parameters(sampling: SamplingParams, max_tokens: int, seed: int) -> Any:
+def _refuse_other_order(sampling: SamplingParams) -> None:
+    """Refuse filters that vLLM applies in another order than the reference: a difference that is not a bias."""
+    if sampling.min_p > 0 and sampling.top_p < 1:
+        raise ValueError(
+            f"min_p={sampling.min_p} and top_p={sampling.top_p} cannot be audited together: vLLM cuts by min_p before "
+            "top_p, the reference after it, as transformers does. Audit them one at a time"
+        )
+
+
+def vllm_parameters(sampling: SamplingParams, max_tokens: int, seed: int) -> Any:
     """Translate sampling parameters to vLLM's, which has all of them."""
     return _vllm().SamplingParams(
         temperature=float(sampling.temperature),

@@ -1,0 +1,253 @@
+"""Verify drafts in vLLM's model runner V1: the CPU's, and CUDA's where V2 does not serve.
+
+`RejectionSampler.forward` gets raw target logits with the rows of a request adjacent, and draft probabilities where the
+drafts were drawn. A draft token of -1 ends its draft. The result is the plain sampler's distribution.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof import kernels
+from draftproof.core.device import to_device
+from draftproof.core.distribution import Distribution
+from draftproof.core.filters import argmax
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import GREEDY_BELOW, SamplingParams
+from draftproof.core.types import PAD, Draft
+from draftproof.integrations.vllm.hooks import Hook, Hooks
+from draftproof.integrations.vllm.log import announce
+from draftproof.integrations.vllm.rows import Layout, cut_by_min_p, filtered, needs_history, processed
+from draftproof.integrations.vllm.settings import Settings, settings_of
+from draftproof.rules.api import Decision, Scored, decide
+from draftproof.rules.token import leading
+
+ATTRIBUTE: Final = "draftproof"
+"""Attribute of a rejection sampler that holds the settings by which it verifies; None in a stock one."""
+
+
+def _marks_sampler(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        from vllm.config import get_current_vllm_config_or_none
+
+        original(self, *args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        settings = None if config is None else settings_of(config)
+        setattr(self, ATTRIBUTE, settings)
+        if settings is not None:
+            announce(settings, "V1", verified_end_to_end=True)
+
+    return __init__
+
+
+def _verifies(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, metadata: Any, draft_probs: Tensor | None, logits: Tensor, sampling_metadata: Any) -> Any:
+        settings: Settings | None = getattr(self, ATTRIBUTE, None)
+        if settings is None:
+            return original(self, metadata, draft_probs, logits, sampling_metadata)
+        return sample(self, settings, metadata, draft_probs, logits, sampling_metadata)
+
+    return forward
+
+
+def _builds_all_processors(original: Callable[..., Any]) -> Callable[..., Any]:
+    def build_logitsprocs(
+        vllm_config: Any, device: Any, is_pin_memory: bool, is_pooling_model: bool, custom_logitsprocs: Any = ()
+    ) -> Any:
+        from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+
+        asked = settings_of(vllm_config) is not None and vllm_config.speculative_config is not None
+        if not asked or is_pooling_model or custom_logitsprocs:
+            return original(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
+        return LogitsProcessors(make(vllm_config, device, is_pin_memory) for make in BUILTIN_LOGITS_PROCESSORS)
+
+    return build_logitsprocs
+
+
+_SAMPLER: Final = "vllm.v1.sample.rejection_sampler:RejectionSampler"
+_LOGPROBS_PARAMETERS: Final = (
+    *("self", "max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits", "sampled_token_ids"),
+)
+
+HOOKS: Final = Hooks(
+    (
+        Hook(f"{_SAMPLER}.__init__", ("self", "sampler"), _marks_sampler),
+        Hook(f"{_SAMPLER}.forward", ("self", "metadata", "draft_probs", "logits", "sampling_metadata"), _verifies),
+        Hook(f"{_SAMPLER}._get_logprobs_tensors", _LOGPROBS_PARAMETERS),
+        Hook(
+            "vllm.v1.sample.logits_processor:build_logitsprocs",
+            ("vllm_config", "device", "is_pin_memory", "is_pooling_model"),
+            _builds_all_processors,
+            copies=("vllm.v1.worker.gpu_model_runner",),
+        ),
+        Hook(
+            "vllm.v1.sample.ops.penalties:apply_all_penalties",
+            (
+                *("logits", "prompt_token_ids", "presence_penalties", "frequency_penalties"),
+                *("repetition_penalties", "output_token_ids"),
+            ),
+        ),
+        Hook("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
+    )
+)
+
+
+def sample(
+    sampler: Any,
+    settings: Settings,
+    metadata: Any,
+    draft_probs: Float[Tensor, "M V"] | None,
+    logits: Float[Tensor, "N V"],
+    sampling: Any,
+) -> Any:
+    """Return vLLM's `SamplerOutput` of a batch: the tokens each request emits, then -1, and their log-probabilities."""
+    from vllm.v1.outputs import SamplerOutput
+
+    layout = Layout(tuple(metadata.num_draft_tokens))
+    drafts = layout.padded_tokens(metadata.draft_token_ids)
+    history = drafts.tolist() if needs_history(sampling) else [()] * len(drafts)
+    rows = processed(logits, layout, history, sampling)
+    emitted = emit(settings.rule, rows, layout, drafts, draft_probs, sampling).int()
+    logprobs = None
+    if sampling.max_num_logprobs is not None:
+        scores = filtered(rows, layout, sampling) if sampler.is_processed_logprobs_mode else logits
+        logprobs = sampler._get_logprobs_tensors(
+            sampling.max_num_logprobs,
+            metadata,
+            logits,
+            scores[metadata.target_logits_indices.long()],
+            scores[metadata.bonus_logits_indices.long()],
+            emitted,
+        )
+    return SamplerOutput(sampled_token_ids=emitted, logprobs_tensors=logprobs)
+
+
+def emit(
+    rule: str,
+    rows: Float[Tensor, "N V"],
+    layout: Layout,
+    drafts: Int[Tensor, "B K"],
+    draft_probs: Float[Tensor, "M V"] | None,
+    sampling: Any,
+) -> Int[Tensor, "B J"]:
+    """Verify a batch of ragged rows. A request that reaches a row without a distribution (NaN) emits no token there."""
+    rows = cut_by_min_p(rows, layout, sampling)
+    if kernels.serves(rows, drafts, rule, draft_probs):
+        return _by_kernels(rule, rows, layout, drafts, draft_probs, sampling)
+    if sampling.all_greedy and rows.device.type == "cpu":
+        return _greedy(rows, layout, drafts)
+    return _by_rules(rule, rows, layout, drafts, draft_probs, sampling)
+
+
+def _greedy(rows: Float[Tensor, "N V"], layout: Layout, drafts: Int[Tensor, "B K"]) -> Int[Tensor, "B J"]:
+    """Emit argmax tokens up to the first that was not drafted: every rule's verdict where all p are point masses."""
+    best = argmax(rows)
+    peak = rows.gather(1, best[:, None])
+    sound = torch.isfinite(peak)[:, 0].numpy()
+    likeliest, guesses = best.numpy(), drafts.numpy()
+    emitted = np.full((len(layout.drafted), layout.longest + 1), PAD)
+    for b, (start, count) in enumerate(zip(layout.starts, layout.drafted, strict=True)):
+        for j in range(count + 1):
+            if not sound[start + j]:
+                break
+            emitted[b, j] = likeliest[start + j]
+            if j == count or guesses[b, j] != likeliest[start + j]:
+                break
+    return torch.from_numpy(emitted)
+
+
+def _by_rules(
+    rule: str,
+    rows: Float[Tensor, "N V"],
+    layout: Layout,
+    drafts: Int[Tensor, "B K"],
+    draft_probs: Float[Tensor, "M V"] | None,
+    sampling: Any,
+) -> Int[Tensor, "B J"]:
+    """Verify by the reference rules, through the same function as `draftproof.verify`."""
+    samplings = _samplings(sampling, len(drafts), rows.shape[-1])
+    q, drawn = None, None
+    if draft_probs is not None:
+        q = Distribution.of(layout.padded_drafts(draft_probs.float()))
+        warm = [each.temperature > 0 for each in samplings]  # greedy requests have argmax drafts: chosen, not drawn
+        if not all(warm):
+            drawn = torch.tensor(warm, device=rows.device)[:, None].expand(drafts.shape)
+    # a token of -1 cannot stand: the draft ends before it
+    draft = Draft(drafts, leading(drafts >= 0), q, drawn)
+    seeds = fresh_seeds(sampling, len(drafts), rows.device)
+    scored = Scored(layout.padded(rows), samplings, draft)
+    return decide(scored, lambda: Philox(seeds, torch.zeros_like(seeds)), rule, _sound_tokens)
+
+
+def _sound_tokens(decision: Decision) -> Int[Tensor, "B J"]:
+    """Return a decision's tokens without those whose position had no distribution."""
+    tokens = decision.verdict.tokens
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    return tokens.masked_fill(place >= decision.sound[:, None], PAD)
+
+
+def _by_kernels(
+    rule: str,
+    rows: Float[Tensor, "N V"],
+    layout: Layout,
+    drafts: Int[Tensor, "B K"],
+    draft_probs: Float[Tensor, "M V"] | None,
+    sampling: Any,
+) -> Int[Tensor, "B J"]:
+    """Verify by the Triton kernels, on the rows as they lie and without a sync. A request with a faulty row emits
+    nothing."""
+    B, V, device = len(drafts), rows.shape[-1], rows.device
+    nucleus, warm = sampling.top_p is not None, not sampling.all_greedy
+    parameters = kernels.Parameters.empty(B, device, filtered=nucleus or sampling.top_k is not None)
+    parameters = replace(parameters, warm=warm, nucleus=nucleus)
+    if sampling.all_greedy:
+        parameters["temperature"].zero_()
+    else:
+        temperature = sampling.temperature[:B]
+        parameters["temperature"].copy_(torch.where(temperature < GREEDY_BELOW, 0.0, temperature))
+    if sampling.top_p is not None:
+        parameters["top_p"].copy_(sampling.top_p[:B])
+    if sampling.top_k is not None:
+        parameters["top_k"].copy_(torch.where(sampling.top_k[:B] >= V, 0, sampling.top_k[:B]))
+    parameters["seeds"].copy_(fresh_seeds(sampling, B, device))
+    parameters["lengths"].copy_(leading(drafts >= 0))
+    parameters["target_rows"].copy_(to_device(layout.starts, device))
+    parameters["draft_rows"].copy_(to_device([start - b for b, start in enumerate(layout.starts)], device))
+    # greedy requests have argmax drafts: a point mass
+    parameters["draft_temperature"].copy_((parameters["temperature"] > 0).double())
+    draft_logits = None if draft_probs is None else draft_probs.float().log()
+    verdict = kernels.verify_rows(rows, drafts.contiguous(), draft_logits, parameters=parameters, rule=rule)
+    return verdict.tokens.masked_fill((verdict.faults != 0)[:, None], PAD)
+
+
+def fresh_seeds(sampling: Any, B: int, device: torch.device) -> Int[Tensor, " B"]:
+    """Draw a seed for each request and round from where vLLM takes its numbers: the request's generator, or the
+    device's. Ranks of a tensor-parallel group hold equal generators, so they draw equal seeds and emit equal tokens."""
+    seeds = torch.empty(B, dtype=torch.int64, device=device).random_()
+    for b, generator in sampling.generators.items():
+        if b < B:
+            seeds[b : b + 1].random_(generator=generator)
+    return seeds
+
+
+def _samplings(sampling: Any, B: int, V: int) -> list[SamplingParams]:
+    """Return each request's temperature, top-k and top-p; bias, penalties and min-p are in the logits already."""
+    if sampling.all_greedy:
+        return [_params(0.0, None, 1.0)] * B
+    columns: list[Sequence[Any]] = [
+        sampling.temperature[:B].tolist(),
+        [V] * B if sampling.top_k is None else sampling.top_k[:B].tolist(),
+        [1.0] * B if sampling.top_p is None else sampling.top_p[:B].tolist(),
+    ]
+    return [_params(t, k if 0 < k < V else None, p) for t, k, p in zip(*columns, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _params(temperature: float, top_k: int | None, top_p: float) -> SamplingParams:
+    return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)

@@ -1,0 +1,57 @@
+"""Read what an engine asks of the plug-in: `additional_config["draftproof"]`, refused if anything in it is unknown."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Final
+
+KEY: Final = "draftproof"
+RULES: Final = ("token", "block")
+"""Rules that are exact inside vLLM. `coupled` needs a drafter that draws with the target's random numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of one engine.
+
+    rule  "block" (accepts most) or "token"; drafts that were chosen and not drawn get the same verdict from both
+    """
+
+    rule: str = "block"
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"additional_config['draftproof']['rule'] must be one of {RULES}; got {self.rule!r}")
+
+
+def settings_of(vllm_config: Any) -> Settings | None:
+    """Return the settings of an engine, or None for an engine that did not ask for the plug-in."""
+    config = getattr(vllm_config, "additional_config", None)
+    if not isinstance(config, Mapping):
+        return None
+    _refuse_misspelt_key(config)
+    if KEY not in config:
+        return None
+    return parsed(config[KEY])
+
+
+def parsed(asked: Any) -> Settings:
+    """Turn the value of `additional_config["draftproof"]` into settings."""
+    if not isinstance(asked, Mapping):
+        raise ValueError(
+            f"additional_config['draftproof'] must be a dict such as {{'rule': 'block'}}; got {asked!r}: leave the key "
+            "out for vLLM's own verification"
+        )
+    known = [field.name for field in fields(Settings)]
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise ValueError(f"additional_config['draftproof'] has the settings {known}; got {unknown[0]!r}")
+    return Settings(**asked)
+
+
+def _refuse_misspelt_key(config: Mapping[Any, Any]) -> None:
+    """Refuse a key that is nearly "draftproof": the engine would otherwise verify as stock vLLM does."""
+    others = [key for key in config if isinstance(key, str) and key != KEY]
+    near = [key for key in others if get_close_matches(key.lower(), [KEY], cutoff=0.75)]
+    if near:
+        raise ValueError(f"additional_config[{near[0]!r}] is not a setting of draftproof: did you mean {KEY!r}?")

@@ -1,0 +1,93 @@
+"""What an engine asks of the vLLM plug-in is read strictly, and functions that are not as expected are refused."""
+
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from draftproof.integrations.vllm.hooks import Hook, Hooks, wrong_parameters
+from draftproof.integrations.vllm.settings import Settings, settings_of
+
+
+def asked(additional_config):
+    return settings_of(SimpleNamespace(additional_config=additional_config))
+
+
+def test_an_engine_that_does_not_ask_is_stock():
+    assert asked({}) is None
+    assert asked({"gdn_prefill_backend": "triton"}) is None
+    assert asked(None) is None
+    assert settings_of(SimpleNamespace()) is None
+
+
+def test_the_rule_is_block_unless_another_is_named():
+    assert asked({"draftproof": {}}) == Settings("block")
+    assert asked({"draftproof": {"rule": "token"}, "other": 1}) == Settings("token")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"draftproof": {"rule": "coupled"}}, "'coupled'"),
+        ({"draftproof": {"rules": "block"}}, "'rules'"),
+        ({"draftproof": "block"}, "must be a dict"),
+        ({"draftproof": True}, "must be a dict"),
+        ({"draftproof": None}, "leave the key out"),
+        ({"draft_proof": {"rule": "block"}}, "did you mean 'draftproof'"),
+        ({"Draftproof": {}}, "did you mean 'draftproof'"),
+        ({"draftprof": {}}, "did you mean 'draftproof'"),
+    ],
+)
+def test_a_wrong_setting_is_refused_in_one_sentence(config, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        asked(config)
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def host(monkeypatch) -> ModuleType:
+    """A module that stands for vLLM, and one that imported a function from it."""
+    host, user = ModuleType("host"), ModuleType("host_user")
+    exec("def greet(name, loud=False):\n    return 'hello ' + name", host.__dict__)
+    user.greet = host.greet
+    monkeypatch.setitem(sys.modules, "host", host)
+    monkeypatch.setitem(sys.modules, "host_user", user)
+    return host
+
+
+def louder(original):
+    return lambda name, loud=False: original(name).upper()
+
+
+def test_a_hook_is_installed_once_and_everywhere(host):
+    hooks = Hooks((Hook("host:greet", ("name",), louder, copies=("host_user", "not_imported")),))
+    hooks.install()
+    once = host.greet
+    hooks.install()
+    assert hooks.installed
+    assert host.greet is once
+    assert sys.modules["host_user"].greet("you") == "HELLO YOU"
+
+
+@pytest.mark.parametrize(
+    ("place", "parameters", "words"),
+    [
+        ("host:greet", ("person",), "expected ['person']"),
+        ("host:greet", (), "has the parameters ['name', 'loud']"),
+        ("host:leave", ("name",), "host:leave is not there"),
+        ("no_host:greet", ("name",), "no_host:greet is not there"),
+    ],
+)
+def test_if_one_function_is_not_as_expected_none_is_replaced(host, place, parameters, words):
+    original = host.greet
+    hooks = Hooks((Hook("host:greet", ("name",), louder), Hook(place, parameters)))
+    hooks.install()
+    assert host.greet is original
+    assert not hooks.installed
+    assert words in hooks.problems[0]
+
+
+def test_further_parameters_must_have_defaults():
+    assert wrong_parameters(lambda a, b=1, *args, c=2, **more: 0, ("a",)) is None
+    assert wrong_parameters(lambda a, b: 0, ("a",)) is not None

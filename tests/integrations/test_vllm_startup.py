@@ -1,0 +1,119 @@
+"""An engine that asks for the plug-in and cannot have it does not start, and is told why in one sentence."""
+
+import re
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from draftproof.integrations.vllm import requests, runner_v1, runner_v2, startup
+from draftproof.integrations.vllm.settings import Settings
+from draftproof.integrations.vllm.startup import RefusedError, check, confirm, rule_of_worker
+
+
+def config(asked=None, *, v2=False, method="standard", speculates=True, **more):
+    speculation = SimpleNamespace(rejection_sample_method=method) if speculates else None
+    additional = {} if asked is None else {"draftproof": asked}
+    return SimpleNamespace(additional_config=additional, speculative_config=speculation, use_v2_model_runner=v2, **more)
+
+
+def test_vllm_finds_the_plug_in_by_its_entry_point():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    [place] = project["entry-points"]["vllm.general_plugins"].values()
+    module, _, name = place.partition(":")
+    assert callable(getattr(import_module(module), name))
+
+
+def test_a_configuration_that_asks_for_what_is_there_is_accepted():
+    check(config({"rule": "block"}))
+    check(config({"rule": "token"}, v2=True))
+
+
+@pytest.mark.parametrize(("v2", "hooks"), [(False, runner_v1.HOOKS), (True, runner_v2.HOOKS), (False, startup.ENGINE)])
+def test_an_unknown_vllm_is_refused_if_the_plug_in_was_asked_for(monkeypatch, v2, hooks):
+    monkeypatch.setattr(hooks, "problems", ["forward has the parameters ['x'], expected ['y']"])
+    check(config(None, v2=v2))
+    with pytest.raises(RefusedError, match=re.escape("['x'], expected ['y']")):
+        check(config({}, v2=v2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"asked": {"rule": "blok"}}, "'blok'"),
+        ({"asked": {}, "method": "synthetic"}, "'synthetic'"),
+        ({"asked": {}, "method": "block"}, "'block'"),
+        ({"asked": {}, "watermark_config": object()}, "watermark"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        check(config(**wrong))
+
+
+def worker(settings=None, *, samples=True):
+    sampler = SimpleNamespace(draftproof=settings) if samples else None
+    return SimpleNamespace(model_runner=SimpleNamespace(rejection_sampler=sampler))
+
+
+def test_all_workers_that_sample_must_verify_by_the_rule():
+    ours, stock, silent = worker(Settings("block")), worker(), worker(samples=False)
+    confirm([rule_of_worker(w) for w in (silent, ours, ours)], Settings("block"))
+    for workers in ([ours, stock], [stock], [silent], [worker(Settings("token"))]):
+        with pytest.raises(RefusedError, match="VLLM_PLUGINS"):
+            confirm([rule_of_worker(w) for w in workers], Settings("block"))
+
+
+def test_a_worker_is_not_loaded_where_the_plug_in_is_required_and_was_not(monkeypatch):
+    monkeypatch.setattr(startup.CONFIG, "installed", False)
+    with pytest.raises(RefusedError, match="VLLM_PLUGINS"):
+        __import__("draftproof.integrations.vllm.required")
+
+
+def step(new: dict[str, tuple[int, int]], running: dict[str, tuple[int, int]]):
+    """Return a scheduler's output: for each request the tokens computed before, and those of this step."""
+    scheduled = {name: count for name, (_, count) in {**new, **running}.items()}
+    cached = SimpleNamespace(req_ids=list(running), num_computed_tokens=[before for before, _ in running.values()])
+    started = [SimpleNamespace(req_id=name, num_computed_tokens=before) for name, (before, _) in new.items()]
+    return SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_cached_reqs=cached, scheduled_new_reqs=started)
+
+
+def test_requests_that_should_have_emitted_a_token_and_did_not_are_found():
+    done = {"done"}
+    known = {
+        name: SimpleNamespace(request_id=name, num_tokens=9, is_finished=lambda name=name: name in done)
+        for name in ("spoke", "silent", "whole prompt", "part of a prompt", "done")
+    }
+    scheduled = step(
+        {"whole prompt": (0, 9), "part of a prompt": (0, 5)},
+        {"spoke": (8, 3), "silent": (8, 3), "done": (8, 1), "gone": (8, 1)},
+    )
+    rows = {name: i for i, name in enumerate(scheduled.num_scheduled_tokens)}
+    tokens = [[4] if name == "spoke" else [] for name in rows]
+    output = SimpleNamespace(sampled_token_ids=tokens, req_id_to_index=rows)
+    found = requests.without_tokens(known, scheduled, output)
+    assert {request.request_id for request in found} == {"silent", "whole prompt"}
+
+
+class Params:
+    thinking_token_budget = None
+
+    def refuses(self, speculative_config):
+        raise ValueError("stock refuses")
+
+
+def test_min_p_and_bias_are_let_through_where_the_plug_in_verifies():
+    validate = requests._accepts_min_p_and_bias(Params.refuses)
+    served = SimpleNamespace(**{requests.SERVED: True})
+    validate(Params(), served)
+    with pytest.raises(ValueError, match="stock refuses"):
+        validate(Params(), SimpleNamespace())
+
+
+def test_a_thinking_budget_is_refused_by_name():
+    budgeted = Params()
+    budgeted.thinking_token_budget = 64
+    with pytest.raises(ValueError, match="thinking_token_budget=64"):
+        requests._accepts_min_p_and_bias(Params.refuses)(budgeted, SimpleNamespace(**{requests.SERVED: True}))
