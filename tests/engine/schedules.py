@@ -49,7 +49,10 @@ def target() -> HFModel:
 
 @cache
 def draft_model() -> HFModel:
-    return HFModel(neighbour(), drafter=True)
+    model = llama.__wrapped__(max_length=512)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(neighbour().lm_head.weight)  # often accepted, but not always
+    return HFModel(model, drafter=True)
 
 
 @cache
@@ -58,7 +61,7 @@ def head() -> FittedHead:
 
 
 class RaisingDrafter:
-    """Passes everything on to a drafter, and raises for some requests: in `propose`, or while their prompts are read."""
+    """Passes everything on to a drafter, and raises for some requests: in `propose`, or while a prompt is read."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.bad, self.bad_prompts = inner, set(), set()

@@ -15,7 +15,7 @@ from draftproof.core.distribution import Distribution
 from draftproof.core.draw import draw
 from draftproof.core.rng import Philox
 from draftproof.core.sampling import SamplingParams, warp
-from draftproof.core.types import History
+from draftproof.core.types import Draft, History
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.sample import Draws
@@ -24,6 +24,7 @@ from draftproof.models.cpu_linear import pack, packable
 from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import shape_for
 from draftproof.models.hf import HFModel
+from draftproof.rules.block import stop_table
 from engine.many_texts import unchecked
 
 pytestmark = pytest.mark.skipif(not packable(torch.nn.Linear(2, 2)), reason="this torch has no oneDNN")
@@ -163,12 +164,29 @@ def test_a_difference_in_the_last_bit_is_seen():
 
 # --------------------------------------------------------------------------------------- the functions after the logits
 
-LOGITS = torch.randn((130, 1, V), generator=torch.Generator().manual_seed(7)) * 3
+ALIGNED = 512
+"""A vocabulary that fills the CPU's vectors, like SmolLM2's 49152. Above and below: see `test_exp2`."""
+LOGITS = torch.randn((130, 1, ALIGNED), generator=torch.Generator().manual_seed(7)) * 3
 SIZES = [1, 2, 64, 65, 130]
 
 
-def philox(n):
-    return Philox(torch.arange(n), torch.full((n,), 9))
+def sizes_up_to_64(reason):
+    """Return the sizes, of which those above 64 are known to give other bits, for this reason."""
+    beyond = pytest.mark.xfail(strict=True, reason=reason)
+    return [pytest.param(rows, marks=beyond) if rows > COMPANY else rows for rows in SIZES]
+
+
+UNALIGNED = "torch.exp2 computes what is left over after whole vectors with another function, up to one bit apart"
+
+
+@pytest.mark.parametrize(
+    "size",
+    [512, 49152, *[pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=UNALIGNED)) for n in (500, 50257)]],
+)
+def test_exp2(size):
+    """All weights are powers of two: core/distribution.py (powers, _weights_row_by_row, log_sum_exp), _CpuDraws."""
+    x = torch.randn((16, size), generator=torch.Generator().manual_seed(0)) * 3
+    assert torch.equal(x.exp2(), torch.stack([row.exp2() for row in x]))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -195,14 +213,54 @@ def distribution(rows, sampling="plain"):
     return warp(LOGITS[:rows], [SAMPLINGS[sampling]] * rows, [History([1, 2], [3, 4])] * rows)
 
 
-@pytest.mark.parametrize("rows", SIZES)
+BY_ROW = (
+    "Distribution.weights_at: above 64 places `powers` (subtract, multiply), up to 64 `power_` (fused multiply-add)"
+)
+
+
+@pytest.mark.parametrize("rows", sizes_up_to_64(BY_ROW))
 @pytest.mark.parametrize("sampling", ["plain", "filtered"])
 def test_weights(rows, sampling):
     index, first = torch.arange(rows), torch.zeros(rows, dtype=torch.long)
     weights, gains = distribution(rows, sampling).weights_at(index, first)
-    one, gain = distribution(1, sampling).weights_at(index[:1], first[:1])
-    assert torch.equal(weights[0], one[0])
-    assert torch.equal(gains[0], gain[0])
+    for i in (0, rows - 1):
+        one, gain = distribution(rows, sampling).weights_at(index[i : i + 1], first[:1])
+        assert torch.equal(weights[i], one[0])
+        assert torch.equal(gains[i], gain[0])
+
+
+K = 3
+DRAFTED = torch.randint(ALIGNED, (130, K), generator=torch.Generator().manual_seed(5))
+TARGET_LOGITS, DRAFT_LOGITS = (
+    torch.randn((130, J, ALIGNED), generator=torch.Generator().manual_seed(J)) * 2 for J in (K + 1, K)
+)
+
+
+def stopping_points(first, rows, drawn=None):
+    """Return the stopping points of the block rule for some rows, side by side."""
+    some = slice(first, first + rows)
+    p, q = (warp(logits[some], [SAMPLINGS["plain"]] * rows) for logits in (TARGET_LOGITS, DRAFT_LOGITS))
+    return stop_table(p, Draft(DRAFTED[some], torch.full((rows,), K), q, drawn))
+
+
+WEIGHED = "weights_at and rules.chain.weighted_excess: above 64 rows another order of operations"
+
+
+@pytest.mark.parametrize("rows", sizes_up_to_64(WEIGHED))
+def test_stopping_points_of_the_block_rule(rows):
+    every = stopping_points(0, rows)
+    for i in (0, rows - 1):
+        one = stopping_points(i, 1)
+        assert torch.equal(every.chance[i], one.chance[0])
+        assert torch.equal(every.closing[i], one.closing[0])
+
+
+@pytest.mark.xfail(strict=True, reason="weighted_excess: another order of operations if `drawn` is given at all")
+def test_stopping_points_beside_rows_whose_drafts_were_chosen():
+    """A drafter that draws in some rows and chooses in others (drafters/switch.py) gives all of them a `drawn`."""
+    every, alone = stopping_points(0, 1, torch.ones((1, K), dtype=torch.bool)), stopping_points(0, 1)
+    assert torch.equal(every.chance, alone.chance)
+    assert torch.equal(every.closing, alone.closing)
 
 
 @pytest.mark.parametrize("rows", SIZES)
@@ -218,27 +276,29 @@ def test_draws(rows):
     assert torch.equal(draw(weights[:rows], first[:rows], second[:rows]), every)
 
 
-def drawn(rows, others=None, shared=False):
-    samplings = [SAMPLINGS["plain"]] * rows
-    if others is not None:
-        samplings[1:] = [SAMPLINGS[others]] * (rows - 1)
-    rng = replace(philox(rows), shared=shared)
-    dist, tokens = Draws(samplings, rng)(LOGITS[:rows, 0], [History([1], [2])] * rows, 0)
-    return dist, tokens
+def drawn(rows, others=None, shared=False, first=0):
+    """Draw for some rows; `others` is the sampling of every second one."""
+    samplings = [SAMPLINGS[others or "plain"] if i % 2 else SAMPLINGS["plain"] for i in range(rows)]
+    rng = replace(Philox(torch.arange(first, first + rows), torch.full((rows,), 9)), shared=shared)
+    return Draws(samplings, rng)(LOGITS[first : first + rows, 0], [History([1], [2])] * rows, 0)
 
 
-def same_draw(one: tuple[Distribution, torch.Tensor], other: tuple[Distribution, torch.Tensor]) -> None:
+def same_draw(every: tuple[Distribution, torch.Tensor], one: tuple[Distribution, torch.Tensor], i: int) -> None:
     for name in ("scale", "cutoff", "lse", "point"):
-        assert torch.equal(getattr(one[0], name)[0], getattr(other[0], name)[0]), name
-    assert one[1][0] == other[1][0]
+        assert torch.equal(getattr(every[0], name)[i], getattr(one[0], name)[0]), name
+    assert every[1][i] == one[1][0]
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("rows", SIZES)
 def test_a_drafters_draw(rows, shared):
-    same_draw(drawn(rows, shared=shared), drawn(1, shared=shared))
+    together = drawn(rows, shared=shared)
+    for i in (0, rows // 2, rows - 1):
+        same_draw(together, drawn(1, shared=shared, first=i), i)
 
 
 @pytest.mark.parametrize("others", ["filtered", "penalised", "greedy"])
 def test_a_drafters_draw_among_other_samplings(others):
-    same_draw(drawn(8, others), drawn(1))
+    together = drawn(40, others)
+    for i in range(0, 40, 2):
+        same_draw(together, drawn(1, first=i), i)

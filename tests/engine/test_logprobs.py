@@ -19,7 +19,14 @@ SAMPLINGS = {
     "penalised": SamplingParams(repetition_penalty=1.4, frequency_penalty=0.3, logit_bias={2: 1.0}, seed=3),
     "greedy": SamplingParams(temperature=0),
 }
-ROUNDS = [("none", None), ("model", "token"), ("model", "block"), ("model", "coupled"), ("head", "block"), ("ngram", "block")]
+ROUNDS = [
+    ("none", None),
+    ("model", "token"),
+    ("model", "block"),
+    ("model", "coupled"),
+    ("head", "block"),
+    ("ngram", "block"),
+]
 ROUNDS += [("head-tree", None), ("model", "tree")]
 
 
@@ -101,7 +108,11 @@ def test_logprobs_while_other_rows_decode():
     """A prompt is read chunk by chunk beside rows that want no log-probabilities, or others."""
     engine = open_engine("model")
     prompt = (BASES[1] + BASES[0])[:300]
-    options = [{"max_tokens": 60}, {"max_tokens": 60, "logprobs": 5}, {"max_tokens": 6, "logprobs": 1, "prompt_logprobs": 1}]
+    options = [
+        {"max_tokens": 60},
+        {"max_tokens": 60, "logprobs": 5},
+        {"max_tokens": 6, "logprobs": 1, "prompt_logprobs": 1},
+    ]
     prompts = [list(PROMPT), [3, 4], prompt]
     sessions = [engine.prepare(p, SAMPLINGS["plain"], **each) for p, each in zip(prompts, options, strict=True)]
     engine._loop.submit(sessions[:2])

@@ -17,8 +17,8 @@ from draftproof.models.rows import PooledRows
 from engine.many_texts import unchecked
 from engine.schedules import DRAFTERS, SAMPLINGS, Schedule, Wanted, open_engine, operations, requests
 
-PAGES = 8
-"""Pages of the pool: two of the longest requests fill it."""
+PAGES = 6
+"""Pages of the pool: the longest request takes five."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,6 @@ def test_every_seeded_text_is_the_same_as_alone(kind):
     run_schedules(kind, 8, seen)
     assert seen["compared"] >= 8
     assert seen["cached"] > 0
-    assert seen["preempted"] > 0
     assert seen["error"] > 0
     assert seen["cancelled"] > 0
 
@@ -186,7 +185,7 @@ def test_a_broken_scheduler_is_found(broken, kind, length, monkeypatch):
     """Controls: the same checks fail for a scheduler with one defect."""
     broken(monkeypatch)
     wanted = [*crowd(4, num_draft_tokens=length), *crowd(3, base=1, num_draft_tokens=length)]
-    with pytest.raises((AssertionError, ValueError, IndexError, KeyError)):
+    with pytest.raises((AssertionError, ValueError)):
         run_crowd(kind, [wanted[i] for i in (0, 4, 1, 5, 2, 6, 3)])
 
 
@@ -243,7 +242,7 @@ def test_a_chain_rule_for_a_tree_fails_its_request_alone():
 
 
 def test_idle_prefixes_do_not_take_the_drafters_room():
-    """A drafter's rows reserve more than the target's; idle ones must not keep later requests from being drafted for."""
+    """A drafter's rows reserve more than the target's; idle ones must not keep later requests from drafts."""
     seen = run_crowd("model", [Wanted(i % 2, 64 + i, (i % 8, 2), 6, 0, i) for i in range(24)], 24)
     assert seen["compared"] == 24
 

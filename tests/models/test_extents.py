@@ -1,7 +1,7 @@
 """Extents of a pool, against a set of page numbers: no page is owned twice or lost, and free runs are joined."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from draftproof.models.extents import PAGE, Extent, Extents, pages_for
@@ -75,23 +75,25 @@ class NotJoined(Extents):
 
 
 class OverlongExtend(Extents):
-    """Extends by one page less than it says: the last page stays free, and is owned twice later."""
+    """Leaves the last page of an extension free, so that it is owned twice later."""
 
     def extend(self, extent, pages):
-        made = super().extend(extent, pages - 1) if pages > 1 else None
-        return None if made is None else Extent(made.first, made.pages + 1)
+        made = super().extend(extent, pages)
+        if made is not None:
+            self.give(Extent(made.end - 1, 1))
+        return made
 
 
 @pytest.mark.parametrize("broken", [NotJoined, OverlongExtend])
 def test_broken_extents_are_found(broken):
     """A control: the comparison fails if it should."""
 
-    @settings(max_examples=300, database=None)
+    @settings(max_examples=300, database=None, phases=[Phase.generate])
     @given(pages=st.integers(0, 40), operations=OPERATIONS)
     def compared(pages, operations):
         run_against_sets(broken, pages, operations)
 
-    with pytest.raises((AssertionError, ValueError)):
+    with pytest.raises(AssertionError):
         compared()
 
 
@@ -101,7 +103,9 @@ def test_a_page_that_is_free_already_cannot_be_freed(again):
     whole = extents.take(10)
     assert whole == Extent(0, 10)
     extents.give(Extent(2, 3))
-    with pytest.raises(ValueError, match=f"pages {again.first} to {again.end - 1} are freed, but some of them are free"):
+    with pytest.raises(
+        ValueError, match=f"pages {again.first} to {again.end - 1} are freed, but some of them are free"
+    ):
         extents.give(again)
     assert extents.free == [Extent(2, 3)], "a refused call changes nothing"
 

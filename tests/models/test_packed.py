@@ -73,7 +73,10 @@ def test_ragged_widths_equal_a_plain_forward_over_several_rounds(name):
     rows = rows_of(name, rounds)
     drafts, [prompt] = texts(5, 5, 5, 5, 5, seed=1), texts(30, seed=2)
     rows.enter(9, 40)
-    for widths, kept, (first, stop) in (([3, 1, 6, 2, 3], [2, 1, 6, 1, 1], (0, 13)), ([1, 4, 2, 6, 1], [1] * 5, (13, 30))):
+    for widths, kept, (first, stop) in (
+        ([3, 1, 6, 2, 3], [2, 1, 6, 1, 1], (0, 13)),
+        ([1, 4, 2, 6, 1], [1] * 5, (13, 30)),
+    ):
         tokens = torch.tensor([[text[-1], *draft] for text, draft in zip(rounds, drafts, strict=True)])
         scores = rows.score([Block(range(5), tokens, widths)], reading=[Reading(9, prompt[first:stop], scored=True)])
         seen = set()
@@ -105,9 +108,7 @@ def test_a_tree_equals_its_branches_and_the_kept_path_is_cached(name):
             assert off(group.forward.logits[b, slot + 1], expected) < TOLERANCE
     paths = [[3, 4], [0, 1, 5], []]
     rows.keep(range(3), [len(path) + 1 for path in paths], torch.tensor([p + [-1] * (6 - len(p)) for p in paths]))
-    rounds = [
-        [*text, *[draft[s] for s in path], 5] for text, draft, path in zip(rounds, drafts, paths, strict=True)
-    ]
+    rounds = [[*text, *[draft[s] for s in path], 5] for text, draft, path in zip(rounds, drafts, paths, strict=True)]
     again = rows.score([Block(range(3), torch.tensor([[text[-1], 9] for text in rounds]))])
     for b, text in enumerate(rounds):
         assert off(again.groups[0][0].forward.logits[b], plain(name, [*text, 9])[-2:]) < TOLERANCE

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from draftproof.core.sampling import SamplingParams
@@ -16,7 +16,7 @@ SHAPES = [LayerShape(2, 3, 4, torch.float32), LayerShape(1, 5, 5, torch.float64)
 CPU = torch.device("cpu")
 
 
-def a_pool(pages=12):
+def a_pool(pages=6):
     pool = KVPool(SHAPES, pages, CPU)
     for buffer in (*pool.keys, *pool.values):
         buffer.fill_(-1.0)
@@ -38,7 +38,7 @@ def contents(pool, row):
     """Return the numbers of a row, and check that all layers agree on them."""
     here = pool.rows[row]
     held = slice(here.extent.start, here.extent.start + here.length)
-    read = [buffer[held].reshape(here.length, -1) for buffer in (*pool.keys, *pool.values)]
+    read = [buffer[held].flatten(1) for buffer in (*pool.keys, *pool.values)]
     numbers = read[0][:, 0].tolist()
     for each in read:
         assert bool((each == torch.tensor(numbers, dtype=each.dtype)[:, None]).all())
@@ -54,10 +54,13 @@ def check_pages(pool):
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["enter", "append", "append", "truncate", "leave", "share", "save", "restore", "path", "rename"]),
+        st.sampled_from(
+            ["enter", "append", "append", "truncate", "leave", "share", "save", "restore", "path", "rename"]
+        ),
         st.integers(0, 9),
         st.integers(0, 150),
     ),
+    min_size=10,
     max_size=40,
 )
 
@@ -66,12 +69,13 @@ def run_against_lists(pool, operations):
     """Apply operations to a pool and to lists of numbers; compare all rows after each. Return what was done."""
     texts, saved, counter, done = {}, {}, iter(range(1, 10**6)), set()
     for operation, which, n in operations:
-        row = which if operation in ("enter", "restore") else (sorted(texts)[which % len(texts)] if texts else None)
+        names = sorted(saved if operation == "restore" else texts)
+        row = which if operation == "enter" else (names[which % len(names)] if names else None)
         try:
             if operation == "enter" and row not in texts and row not in saved:
                 pool.enter(row, n + 1)
                 texts[row] = []
-            elif operation == "restore" and row in saved:
+            elif operation == "restore" and row is not None:
                 copy, text = saved[row]
                 pool.restore(row, copy)
                 texts[row] = text
@@ -158,12 +162,12 @@ class LongRestore(KVPool):
 def test_a_broken_pool_is_found(broken):
     """A control: the comparison fails if it should."""
 
-    @settings(max_examples=150, database=None)
+    @settings(max_examples=150, database=None, phases=[Phase.generate])
     @given(operations=OPERATIONS)
     def compared(operations):
-        run_against_lists(broken(SHAPES, 12, CPU), operations)
+        run_against_lists(broken(SHAPES, 6, CPU), operations)
 
-    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+    with pytest.raises(AssertionError):
         compared()
 
 

@@ -19,13 +19,14 @@ from draftproof.core.types import Draft
 from draftproof.drafters.build import Guess, Spine, check_count, check_share, chosen
 from draftproof.drafters.interface import Context
 from draftproof.drafters.sample import Draws, penalty_history, with_drafted
-from draftproof.models.extents import pages_for
+from draftproof.models.extents import PAGE, pages_for
 from draftproof.models.interface import Model
 from draftproof.models.pool import PoolFull, SavedRow
 from draftproof.models.rows import PackedModel, PooledRows, Reading, RectangularRows, open_rows
 
-ROOM: Final = 256
-"""Tokens that a new row has room for after its text."""
+ROOM: Final = PAGE
+"""Tokens that a new row has room for after its text. Not more than a page: idle prefixes keep it, and a pool that is
+full of them has no room for drafts, on which a seeded text depends."""
 
 UNMANAGED_TOKENS: Final = 2**16
 """Tokens in the pool of a drafter that is used without an engine."""
@@ -75,10 +76,10 @@ class ModelDrafter:
         self._reader.open(pages)
 
     def follow(self, context: Context, length: int) -> None:
-        self._reader.follow(context, length if self._max_length is None else min(length, self._max_length))
+        self._reader.follow(context, self._readable(length))
 
     def adopt(self, context: Context, holder: int, length: int) -> bool:
-        return self._reader.adopt(context, holder, length)
+        return self._reader.adopt(context, holder, self._readable(length))
 
     def suspend(self, request: int) -> None:
         self._reader.suspend(request)
@@ -106,6 +107,10 @@ class ModelDrafter:
         steps = [-(-most // self._branches) - 1 for most in slots]
         self._reader.record_drafted(spine.rows(), [max(0, min(n, len(spine.tokens) - 1)) for n in steps])
         return spine.draft(shared_rng=rng.shared)
+
+    def _readable(self, length: int) -> int:
+        """Limit a prefix to the positions that the model has: a target's context may be longer."""
+        return length if self._max_length is None else min(length, self._max_length)
 
     def _room(self, context: Context, most: int) -> int:
         """Limit the slots to the positions that the model has left; an empty text gets none."""
@@ -234,7 +239,7 @@ class Reader:
     def suspend(self, name: int) -> None:
         """Copy a row out of the pool until its request is back."""
         self._receive_drafted()
-        if name in self._known and isinstance(self.rows, PooledRows):
+        if name in self._known and name not in self._saved and isinstance(self.rows, PooledRows):
             self._saved[name] = self.rows.save(name)
 
     def drop(self, names: Sequence[int]) -> None:

@@ -66,9 +66,10 @@ class PrefixCache:
                 best = Found(row, shared, whole)
         return best
 
-    def shares_prefix(self, session: Session, others: Sequence[Session]) -> bool:
-        """Return whether the prompt begins with a chunk of one of these prompts."""
-        return any(s is not session and _shared_chunks(session.request.prompt, s.request.prompt) for s in others)
+    def most_shared(self, session: Session, others: Sequence[Session]) -> int:
+        """Return how many tokens of the prompt, in whole chunks, one of these prompts begins with."""
+        own = session.request.prompt
+        return max((_shared_chunks(own, s.request.prompt) for s in others if s is not session), default=0)
 
 
 def _shared_chunks(prompt: Sequence[int], tokens: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from draftproof.core.sampling import is_whole
 from draftproof.drafters.interface import TargetOutputs
 from draftproof.drafters.pooling import CachingDrafter, DrafterState
 from draftproof.engine.draft_length import AutoLength, DraftLengths
-from draftproof.engine.prefix_cache import MOST_IDLE, PrefixCache
+from draftproof.engine.prefix_cache import MOST_IDLE, Found, PrefixCache
 from draftproof.engine.request import Session, TokenLogprobs
 from draftproof.engine.round import Clock, Emitted, Parts, advance
 from draftproof.models.extents import PAGE
@@ -205,20 +205,20 @@ class Scheduler:
                     self.rows.enter(session.id, reserved, session.request.source)
                 return True
             except PoolFull:
+                if session.saved is None and (found := self._longest_prefix(session)) is not None:
+                    self.prefixes.touch(found.holder)  # the last to be freed: the request is about to take it over
                 if not self._free_prefix():
                     return False
 
-    def _reuse(self, session: Session, parts: Parts) -> None:
-        """Take over the longest prefix of the prompt that another row holds, when the first chunk is to be read."""
-        if (
-            not isinstance(self.rows, PooledRows)
-            or not self.reuse_prefixes
-            or session.request.prompt_logprobs is not None
-        ):
-            return
-        found = self.prefixes.longest(session, [*self.running, *self.reading], self.rows)
-        if found is None:
-            return
+    def _longest_prefix(self, session: Session) -> Found | None:
+        """Find the row that holds most of a prompt; None if there is none, or if the prompt is read in full."""
+        if not self.reuse_prefixes or _scores_prompt(session) or not isinstance(self.rows, PooledRows):
+            return None
+        return self.prefixes.longest(session, [*self.running, *self.reading], self.rows)
+
+    def _reuse(self, session: Session, found: Found, parts: Parts) -> None:
+        """Take over a prefix of the prompt that another row holds, when the first chunk is to be read."""
+        assert isinstance(self.rows, PooledRows)
         if session.request.drafter and not DrafterState(parts.drafter).adopt(session, found.holder, found.length):
             return
         self.rows.pool.share(found.holder, session.id, found.length)
@@ -300,9 +300,11 @@ class Scheduler:
         budget = self._prefill_budget(size)
         for session in self.reading:
             if session.read == 0:
-                if self.prefixes.shares_prefix(session, [s for s, _ in chunks]):
-                    break  # it can take over what is being read now
-                self._reuse(session, parts)
+                found = self._longest_prefix(session)
+                if self._gains_by_waiting(session, found, chunks):
+                    break
+                if found is not None:
+                    self._reuse(session, found, parts)
             at, stop = session.read, len(session.request.prompt) - 1
             while at < stop and budget > 0:
                 end = min(stop, at - at % size + size)
@@ -310,6 +312,12 @@ class Scheduler:
                 budget -= end - at
                 at = end
         return chunks
+
+    def _gains_by_waiting(self, session: Session, found: Found | None, chunks: list[tuple[Session, Reading]]) -> bool:
+        """Return whether chunks that are read in this round hold more of a prompt than any row does now."""
+        if not self.reuse_prefixes or _scores_prompt(session):
+            return False
+        return self.prefixes.most_shared(session, [s for s, _ in chunks]) > (0 if found is None else found.length)
 
     def _prefill_budget(self, size: int) -> int:
         if not self.running:
