@@ -184,7 +184,7 @@ UNALIGNED = "torch.exp2 computes what is left over after whole vectors with anot
     [512, 49152, *[pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=UNALIGNED)) for n in (500, 50257)]],
 )
 def test_exp2(size):
-    """All weights are powers of two: core/distribution.py (powers, _weights_row_by_row, log_sum_exp), _CpuDraws.draw."""
+    """All weights are powers of two: core/distribution.py (powers, _weights_row_by_row, log_sum_exp), _CpuDraws."""
     x = torch.randn((16, size), generator=torch.Generator().manual_seed(0)) * 3
     assert torch.equal(x.exp2(), torch.stack([row.exp2() for row in x]))
 

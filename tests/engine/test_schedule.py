@@ -241,11 +241,6 @@ def test_a_chain_rule_for_a_tree_fails_its_request_alone():
 # -------------------------------------------------------------------------------------------------------- the drafter
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="drafters/model.py Reader._enter reserves 256 tokens beside those of the text, also for idle prefixes: its pool"
-    " is full before the target's, rows then get no drafts, and a seeded text under block depends on that",
-)
 def test_idle_prefixes_do_not_take_the_drafters_room():
     """A drafter's rows reserve more than the target's; idle ones must not keep later requests from drafts."""
     seen = run_crowd("model", [Wanted(i % 2, 64 + i, (i % 8, 2), 6, 0, i) for i in range(24)], 24)

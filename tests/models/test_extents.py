@@ -61,7 +61,7 @@ def run_against_sets(make, pages, operations):
     assert extents.free == ([Extent(0, pages)] if pages else [])
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(pages=st.integers(0, 40), operations=OPERATIONS)
 def test_extents_equal_a_set_of_pages(pages, operations):
     run_against_sets(Extents, pages, operations)

@@ -83,17 +83,17 @@ def advance(
             members = [sessions[i] for i in part.index]
             try:
                 result = _decided(members, part, group.forward, rng, parts, clock)
-            except Exception as error:  # a request may bring its own rule, or one that its draft is not for
-                fault = f"its rule failed: {type(error).__name__}: {error}"
+            except Exception as raised:  # a request may bring its own rule, or one that its draft is not for
+                fault = f"its rule failed: {type(raised).__name__}: {raised}"
                 for i in team.index:
-                    emitted[i] = Emitted([], fault=fault, cause=error)
+                    emitted[i] = Emitted([], fault=fault, cause=raised)
                 break
             with clock("commit"):
                 rows.keep([s.id for s in members], [_count(row) for row in result.tokens], result.path)
                 for b, i in enumerate(part.index):
                     emitted[i] = _emitted(b, sessions[i], result, group.forward, parts)
-    for i, raised in _errors(teams):
-        emitted[i] = Emitted([], fault=f"its drafter failed: {type(raised).__name__}: {raised}", cause=raised)
+    for i, failure in _errors(teams):
+        emitted[i] = Emitted([], fault=f"its drafter failed: {type(failure).__name__}: {failure}", cause=failure)
     return emitted, scores.read
 
 
