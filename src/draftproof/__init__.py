@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from draftproof.drafters.interface import Context, Drafter, TargetFeatures, TargetOutputs
     from draftproof.engine.engine import Engine
     from draftproof.engine.load import load
-    from draftproof.engine.request import Chunk, Output, Stats
+    from draftproof.engine.request import Chunk, Output, Stats, TokenLogprobs
     from draftproof.integrations import llguidance, transformers
     from draftproof.models.tokenizer import OnePrompt
     from draftproof.rules import RULES, Verifier, lossy
@@ -30,7 +30,8 @@ __version__: Final = "0.1.0"
 
 __all__ = [  # noqa: RUF022  (in the order in which a user meets them)
     # generate with the bundled model, or with yours
-    "generate", "load", "SamplingParams", "Engine", "Output", "Chunk", "Stats", "transformers", "llguidance",
+    "generate", "load", "SamplingParams", "Engine", "Output", "Chunk", "Stats", "TokenLogprobs",
+    "transformers", "llguidance",
     # verify drafts inside another engine
     "verify", "Verdict", "RULES", "InexactError", "PAD", "History", "warp", "Distribution", "DraftVocab",
     # audit a decoder
@@ -47,7 +48,7 @@ _MODULE_OF: Final = {
     **dict.fromkeys(("PAD", "Deviation", "Draft", "History", "InexactError", "Round", "Verdict"), "core.types"),
     **dict.fromkeys(("RULES", "Verifier"), "rules"),
     **dict.fromkeys(("Context", "Drafter", "TargetFeatures", "TargetOutputs"), "drafters.interface"),
-    **dict.fromkeys(("Chunk", "Output", "Stats"), "engine.request"),
+    **dict.fromkeys(("Chunk", "Output", "Stats", "TokenLogprobs"), "engine.request"),
     **dict.fromkeys(("Decoded", "Decoder", "Sample"), "auditor.interface"),
     "Certificate": "auditor.certificate",
     "Engine": "engine.engine",
