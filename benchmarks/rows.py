@@ -25,7 +25,7 @@ import torch
 import draftproof as dp
 
 HERE = Path(__file__).parent
-WORDS = "the lighthouse keeper found a message in an old bottle and read it aloud to the quiet sea before dawn".split()
+WORDS = "the lighthouse keeper found a message in an old bottle and read it aloud to the quiet sea before dawn".split()  # noqa: SIM905
 
 
 def text(words: int, seed: int) -> str:
@@ -62,7 +62,7 @@ def entering_and_leaving() -> dict[str, Any]:
 
 
 def beside_a_long_prompt() -> dict[str, Any]:
-    """Time 15 rows' rounds with and without a prompt of 4000 tokens being read, and its first token alone and beside."""
+    """Time the rounds of 15 rows with and without a prompt of 4000 tokens beside them, and its first token."""
     engine = dp.load(drafter=None, max_batch=16, kv_memory=4 * 2**30)
     long = prompt(engine.tokenizer, 4000, 99)
 
@@ -159,6 +159,25 @@ def mixed(old: Path | None, count: int, batch: int, turns: int) -> dict[str, Any
     return {"runs": found, "tokens/s": speeds, **ratio}
 
 
+def under_load() -> dict[str, Any]:
+    """Compare "auto" lengths with plain decoding for 1, 4, 16 and 64 rows, unseeded, in turns; medians of the ratio."""
+    found: dict[str, Any] = {}
+    for drafter in ("head", "ngram"):
+        engine = dp.load(drafter=drafter, max_batch=64, kv_memory=2**31)
+        for rows in (1, 4, 16, 64):
+            prompts = [prompt(engine.tokenizer, 40, 1000 * rows + i) for i in range(rows)]
+            ratios = []
+            for turn in range(4):
+                speeds = {}
+                for drafting in (True, False) if turn % 2 else (False, True):
+                    start = time.perf_counter()
+                    outputs = engine.generate(prompts, temperature=0.8, max_tokens=32, drafter=drafting)
+                    speeds[drafting] = sum(len(o.tokens) for o in outputs) / (time.perf_counter() - start)
+                ratios.append(speeds[True] / speeds[False])
+            found[f"{drafter}, {rows} rows"] = statistics.median(ratios[1:])
+    return found
+
+
 def memory() -> dict[str, Any]:
     """Serve 1000 requests and report how the process grows after the first 200."""
     engine = dp.load(drafter="ngram", max_batch=16, kv_memory=2**29)
@@ -213,6 +232,7 @@ def main() -> None:
         "entering": entering_and_leaving,
         "second turn": second_turn,
         "long prompt": beside_a_long_prompt,
+        "load": under_load,
         "memory": memory,
         "mixed": lambda: mixed(options.old, options.requests, options.batch, options.turns),
     }

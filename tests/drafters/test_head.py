@@ -215,7 +215,7 @@ def test_auto_confidence_ends_greedy_drafts_alone_and_a_fixed_length_ends_none()
     wanted = HeadDrafter(unpacked(), confidence=GREEDY_CONFIDENCE).propose(greedy, [8] * 3, rng_of(greedy))
     assert drafter.propose(greedy, [8] * 3, rng_of(greedy)).lengths.tolist() == wanted.lengths.tolist()
     assert int(wanted.lengths.max()) < 8
-    assert drafter.fork().propose(warm, [8] * 3, rng_of(warm)).lengths.tolist() == [8] * 3
+    assert HeadDrafter(unpacked(), confidence="auto").propose(warm, [8] * 3, rng_of(warm)).lengths.tolist() == [8] * 3
 
 
 def test_a_row_without_a_valid_distribution_ends_its_draft():
@@ -279,7 +279,7 @@ def test_a_node_is_scored_as_if_its_path_were_the_only_one():
     head, contexts = unpacked(), [asked(TEXT, GREEDY, 0), asked(TEXT[:7], GREEDY, 1)]
     reader = HeadReader(head)
     assert reader.receive(contexts, 16) == [True, True]
-    level = Level(reader.catch_up(contexts, [True, True], 6)[:, None], torch.zeros((2, 1, 0), dtype=torch.bool))
+    level = Level(reader.catch_up(contexts, [True, True])[:, None], torch.zeros((2, 1, 0), dtype=torch.bool))
     tokens = torch.tensor([[[6, 1], [3, 5], [2, 0]], [[4, 7], [0, 2], [5, 5]]])
     parents = torch.tensor([[[0, 0], [1, 0], [1, 1]], [[0, 0], [0, 0], [1, 0]]])
     lines: list[list[list[int]]] = [[[]], [[]]]

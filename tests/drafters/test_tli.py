@@ -88,7 +88,8 @@ def test_with_the_same_vocabulary_it_drafts_token_for_token_what_a_model_drafter
         mine, its = one.propose(rows, k, rng_of(rows)), other.propose(rows, k, rng_of(rows))
         assert torch.equal(mine.tokens, its.tokens)
         assert torch.equal(mine.lengths, its.lengths)
-        assert mine.q is None or torch.equal(mine.q.probs(), its.q.probs())
+        real = torch.arange(its.tokens.shape[1]) < its.lengths[:, None]
+        assert mine.q is None or torch.equal(mine.q.probs()[real], its.q.probs()[real])
         go_on(rows, its, numbers)
 
 
@@ -120,14 +121,6 @@ def test_the_draft_ends_where_the_draft_models_positions_end():
     drafter = tli(0.7)
     rows = [row(0, [4] * 62)]
     assert drafter.propose(rows, [6], rng_of(rows)).lengths.tolist() == [2]
-
-
-def test_a_fork_drafts_the_same_with_a_memory_of_its_own():
-    one, rows = tli(0.7, temperature=0.6), ragged()
-    other = one.fork()
-    drafts = [drafter.propose(rows, [3] * len(rows), rng_of(rows)) for drafter in (one, other)]
-    assert torch.equal(drafts[0].tokens, drafts[1].tokens)
-    assert torch.equal(drafts[0].q.probs(), drafts[1].q.probs())
 
 
 def test_an_overlap_that_is_not_one_to_one_is_refused():

@@ -102,15 +102,17 @@ class Spine:
             others = dist.logits.scatter(-1, entry[:, None], -torch.inf).topk(self.branches - 1).indices
             self._siblings.append(others if dist.vocab is None else dist.vocab.ids[others])
 
-    def end_after_weak(self, confidence: float) -> bool:
+    def end_after_weak(self, confidence: float, log_prob: Float[Tensor, " B"] | None = None) -> bool:
         """End the rows whose tokens so far have a probability below `confidence`; return True if all rows have ended.
 
-        The probability of a path is the product of its tokens'. The decision depends on tokens that were drawn and are
+        `log_prob` is that of each row's last token, by default under the distribution it was drawn from. The
+        probability of a path is the product of its tokens'. The decision depends on tokens that were drawn and are
         submitted, so the next token, if there is one, still has its declared distribution. On a GPU the answer would
         need a synchronisation, and is always False.
         """
         stop = len(self.tokens) * self.branches
-        log_path = sum(self._log_paths[-1:], self._dists[-1].log_prob(self.tokens[-1]))
+        last = self._dists[-1].log_prob(self.tokens[-1]) if log_prob is None else log_prob
+        log_path = sum(self._log_paths[-1:], last)
         self._log_paths.append(log_path)
         weak = log_path.exp() < confidence
         self.lengths = torch.where(weak, self.lengths.clamp_max(stop), self.lengths)

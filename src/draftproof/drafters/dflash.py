@@ -15,7 +15,7 @@ from draftproof.core.device import to_device
 from draftproof.core.rng import Philox
 from draftproof.core.types import Draft
 from draftproof.drafters.build import Guess, Spine, check_count, check_share, chosen
-from draftproof.drafters.head import MAX_BATCHED, HeadRow, draw_token, ranking
+from draftproof.drafters.head import draw_token, own_log_prob, ranking
 from draftproof.drafters.interface import Context, TargetFeatures
 from draftproof.drafters.sample import Draws, penalty_history, with_drafted
 from draftproof.models.head.dflash import FittedDFlash
@@ -55,8 +55,11 @@ class DFlashDrafter:
         draws = Draws(samplings, rng, self._drafter.vocab)
         for start in range(0, max(slots), self._branches):
             drafted = with_drafted(histories, samplings, spine.tokens)
-            spine.add(*draw_token(draws, logits[:, len(spine.tokens)], drafted, start, greedy))
-            if self._confidence and spine.end_after_weak(self._confidence):
+            here = logits[:, len(spine.tokens)]
+            dist, token = draw_token(draws, here, drafted, start, greedy)
+            spine.add(dist, token)
+            sure = own_log_prob(draws, here, drafted, dist, token) if self._confidence else None
+            if self._confidence and spine.end_after_weak(self._confidence, sure):
                 break
         draft = spine.draft(shared_rng=rng.shared)
         # The argmax is chosen, not drawn: without a distribution there is less to verify.

@@ -137,9 +137,10 @@ class HeadDrafter:
             if start:
                 wanted = [start < most for most in slots]
                 h = self._memory.step(spine.tokens[-1], h, len(spine.tokens), wanted)
-            drafted = with_drafted(histories, samplings, spine.tokens)
-            spine.add(*draw_token(draws, self._head.logits(h), drafted, start, greedy))
-            if confidence and spine.end_after_weak(confidence):
+            drafted, logits = with_drafted(histories, samplings, spine.tokens), self._head.logits(h)
+            dist, token = draw_token(draws, logits, drafted, start, greedy)
+            spine.add(dist, token)
+            if confidence and spine.end_after_weak(confidence, own_log_prob(draws, logits, drafted, dist, token)):
                 break
         draft = spine.draft(shared_rng=rng.shared)
         # The argmax is chosen, not drawn: without a distribution there is less to verify.
@@ -191,6 +192,19 @@ def draw_token(
         return dist, propose(dist, rng, j)
     point = torch.where(dist.point == PAD, PAD, vocab.entry[dist.point.clamp_min(0)])
     return dist, vocab.ids[replace(dist, vocab=None, point=point).draw(rng, Purpose.DRAFT, j)]
+
+
+def own_log_prob(
+    draws: Draws, logits: Float[Tensor, "B R"], histories: list[History], dist: Distribution, token: Int[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """Return the log-probability of each row's token: for a greedy row, the drafter's own (see `ranking`)."""
+    log_p = dist.log_prob(token)
+    greedy = [b for b, sampling in enumerate(draws.samplings) if sampling.temperature == 0]
+    if greedy:
+        samplings = [ranking(draws.samplings[b]) for b in greedy]
+        own = warp_without_sync(logits[greedy][:, None], samplings, [histories[b] for b in greedy], draws.vocab).first
+        log_p[greedy] = own.log_prob(token[greedy])
+    return log_p
 
 
 def ranking(sampling: SamplingParams) -> SamplingParams:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from draftproof.core.device import is_cpu
 from draftproof.core.types import InexactError
 from draftproof.models.interface import Model
 
@@ -69,7 +70,7 @@ def packing_refusal(model: PreTrainedModel) -> str | None:
 
     Packing needs an attention function that knows the rows of a pass.
     """
-    if model.device.type != "cpu":
+    if not is_cpu(model.device):
         return "on a GPU passes are rectangular, so that CUDA graphs can replay them"
     if not model._supports_attention_backend:
         return f"{type(model).__name__} brings its own attention: it does not use transformers' attention interface"

@@ -65,9 +65,7 @@ class HFModel:
         self.graph_cache = GraphCache(None if graphs else SWITCHED_OFF)
         if is_quantized(model):
             run_once(model)
-        self.packing_refusal = packing_refusal(model)
-        """Why passes are not packed; None where they are."""
-        self._net = copy_for_slot_cache(model, packed=self.packing_refusal is None)
+        self._net = copy_for_slot_cache(model, packed=packing_refusal(model) is None)
         self._config = decoder_config(self._net)
         self._alibi = take_over_alibi(self._net)
         self._layers = cached_layers(self._config)
@@ -132,6 +130,11 @@ class HFModel:
                 outputs = body(*inputs)
         logits, *hidden = (outside_inference_mode(output) for output in outputs)
         return Forward(logits, tuple(hidden))
+
+    @property
+    def packing_refusal(self) -> str | None:
+        """Return why passes are not packed; None where they are."""
+        return packing_refusal(self._net)
 
     @property
     def kv_shapes(self) -> tuple[LayerShape, ...]:

@@ -96,7 +96,8 @@ class Rows(Protocol):
 class PackedModel(Protocol):
     """A model whose passes can be packed."""
 
-    packing_refusal: str | None
+    @property
+    def packing_refusal(self) -> str | None: ...
 
     @property
     def vocab_size(self) -> int: ...
