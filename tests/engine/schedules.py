@@ -86,13 +86,16 @@ class RaisingCachingDrafter(RaisingDrafter):
     def follow(self, context, length):
         if context.id in self.bad_prompts:
             raise RuntimeError("cannot read this prompt")
-        self.inner.follow(context, length)
+        return self.inner.follow(context, length)
 
     def adopt(self, context, holder, length):
         return self.inner.adopt(context, holder, length)
 
     def suspend(self, request):
         self.inner.suspend(request)
+
+    def rest(self, request):
+        self.inner.rest(request)
 
     def forget(self, requests):
         self.inner.forget(requests)
@@ -119,7 +122,7 @@ def open_engine(kind: str, *, pages: int | None = None, max_batch: int = 4, draf
     """Make an engine over the tiny models with a pool of so many pages; None: as many as it likes."""
     drafter = DRAFTERS[kind]() if drafter is None else drafter
     own = 2 * drafter.kv_bytes() if hasattr(drafter, "kv_bytes") else 0
-    bytes_per_token = sum(shape.bytes for shape in target().kv_shapes) + own
+    bytes_per_token = sum(shape.bytes for shape in target().kv_shapes()) + own
     memory = 2**26 if pages is None else pages * PAGE * bytes_per_token
     rule = "tree" if kind == "head-tree" else "block"
     limits = Limits(max_batch, kv_memory=memory)

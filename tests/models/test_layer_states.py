@@ -53,7 +53,7 @@ def most_alive(served):
         outputs.append(ref(output if isinstance(output, torch.Tensor) else output[0]))
         most = max(most, sum(alive() is not None for alive in outputs))
 
-    assert served.kv_shapes, "a pass over one token, made once"
+    assert served.kv_shapes(), "a pass over one token, made once"
     for layer in served._net.model.layers:
         layer.register_forward_hook(watch)
     with torch.inference_mode():

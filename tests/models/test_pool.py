@@ -218,7 +218,7 @@ def engine_with(kv_memory, **options):
     return Engine(HFModel(llama(max_length=1024)), None, None, limits=Limits(kv_memory=kv_memory, **options))
 
 
-BYTES = sum(shape.bytes for shape in HFModel(llama(max_length=1024)).kv_shapes)
+BYTES = sum(shape.bytes for shape in HFModel(llama(max_length=1024)).kv_shapes())
 """Bytes of a token in the tiny model's pool."""
 
 

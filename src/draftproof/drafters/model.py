@@ -69,7 +69,8 @@ class ModelDrafter:
 
     def kv_bytes(self) -> int:
         """Return the bytes that a token takes in the draft model's pool."""
-        return sum(shape.bytes for shape in self._model.kv_shapes) if isinstance(self._model, PackedModel) else 0
+        packed = isinstance(self._model, PackedModel) and self._model.packing_refusal is None
+        return sum(shape.bytes for shape in self._model.kv_shapes()) if packed else 0  # type: ignore[attr-defined]
 
     def open_pool(self, pages: int) -> None:
         self._reader.open(pages)

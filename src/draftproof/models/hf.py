@@ -136,7 +136,6 @@ class HFModel:
         """Return why passes are not packed; None where they are."""
         return packing_refusal(self._net)
 
-    @property
     def kv_shapes(self) -> tuple[LayerShape, ...]:
         """Return the sizes of each layer's keys and values, learnt from a pass over one token."""
         if self._shapes is None:
@@ -206,7 +205,7 @@ class HFModel:
     ) -> Forward:
         """Run a rectangular pass packed: the buffers of a slot cache are a pool in which every row has one extent."""
         B, T = tokens.shape
-        shapes = self.kv_shapes
+        shapes = self.kv_shapes()
         with torch.inference_mode():
             cache.reserve(T, self._max_length)
             keys, values = cache.flat_buffers(shapes)

@@ -102,7 +102,6 @@ class PackedModel(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    @property
     def kv_shapes(self) -> tuple[LayerShape, ...]: ...
 
     def packed_pass(self, tokens: Int[Tensor, " N"], spans: Sequence[Span]) -> PackedPass: ...
@@ -137,7 +136,7 @@ class PooledRows:
 
     def __init__(self, model: PackedModel, pages: int) -> None:
         self._model = model
-        self.pool = KVPool(model.kv_shapes, pages, torch.device("cpu"))
+        self.pool = KVPool(model.kv_shapes(), pages, torch.device("cpu"))
 
     @property
     def tokens(self) -> int:
