@@ -8,7 +8,7 @@ import draftproof as dp
 from draftproof.core import sampling as core_sampling
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.sampling import warp as right_warp
-from draftproof.models.cache import SlotCache
+from draftproof.models.rows import PooledRows
 from engine.many_texts import sample_texts
 from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import PROMPT, V, llama, neighbour
@@ -20,7 +20,7 @@ ALPHA = 1e-6
 PENALTY = SamplingParams(frequency_penalty=1.2)
 MIN_P = SamplingParams(min_p=0.2)
 PLAIN = SamplingParams()
-right_keep = SlotCache.keep
+right_keep = PooledRows.keep
 
 
 def p_value(sampling: SamplingParams, n: int, drafter: object = None) -> float:
@@ -42,14 +42,14 @@ def min_p_dropped(logits, samplings, history=None, draft=None, allowed=None, voc
     return right_warp(logits, samplings, history, draft, allowed, vocab)
 
 
-def kept_one_short(cache, counts, path=None):
+def kept_one_short(rows, names, counts, path=None):
     """The last kept token's K/V is missing from the cache (vLLM#9730)."""
-    right_keep(cache, counts - int(cache.bound > 0), path)  # the prompt itself is prefilled correctly
+    right_keep(rows, names, [count - 1 for count in counts], path)
 
 
-def kept_too_much(cache, counts, path=None):
+def kept_too_much(rows, names, counts, path=None):
     """A rejected token stays in the cache."""
-    right_keep(cache, (counts + 1).clamp_max(cache.width), path)
+    right_keep(rows, names, [count + 1 for count in counts], path)
 
 
 @pytest.mark.parametrize(("wrong", "sampling", "n"), [(stale_penalties, PENALTY, 3000), (min_p_dropped, MIN_P, 3000)])
@@ -60,7 +60,7 @@ def test_a_wrong_warp_is_caught(wrong, sampling, n, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [kept_one_short, kept_too_much])
 def test_a_wrong_rollback_is_caught(wrong, monkeypatch):
-    monkeypatch.setattr(SlotCache, "keep", wrong)
+    monkeypatch.setattr(PooledRows, "keep", wrong)
     assert p_value(PLAIN, 3000, "ngram") < ALPHA  # a drafter without a cache of its own
 
 

@@ -180,7 +180,7 @@ class Engine:
                     raise
                 sessions.append(refused_session(index, error, params))
         self._run(sessions, go_on)
-        causes = {id(session.cause) for session in sessions}
+        causes = {repr(session.cause) for session in sessions}
         if is_one or (len(causes) == 1 and sessions and sessions[0].cause is not None):
             raise_error(sessions[0])  # one reason for all of them
         outputs = [session.result() for session in sessions]
