@@ -384,7 +384,7 @@ class Engine:
             resolve(rule)
         if num_draft_tokens is not None:
             check_length(num_draft_tokens)
-        if not isinstance(drafter, bool):
+        if drafter not in (True, False):
             raise TypeError(f"drafter of a request must be True or False: the engine has the drafter; got {drafter!r}")
         return {
             "stop": stops,
