@@ -25,7 +25,7 @@ from tune_drafters import ROUND, pass_cost
 
 RESULTS = Path(__file__).parent / "results" / "head_confidence.json"
 STEP = 0.055
-"""Cost of a step of the head, in passes of the target over one token: measured as time of drafting over time of scoring."""
+"""Cost of a step of the head, in passes of the target over one token: drafting time over scoring time."""
 CHAINS: dict[str, tuple[int | str, float | str]] = {
     "3 tokens": (3, 0.0),
     "4 tokens": (4, 0.0),

@@ -1,6 +1,6 @@
 """Measure vLLM on a CPU with the bundled model: plain, stock speculation and the plug-in, taking turns in one engine.
 
-    OMP_NUM_THREADS=1 python benchmarks/vllm_cpu.py [--limit 3] [--max-tokens 64] [--out benchmarks/results/vllm_cpu.json]
+    OMP_NUM_THREADS=1 python benchmarks/vllm_cpu.py [--limit 3] [--max-tokens 64] [--out FILE]
 
 It needs the environment of `make test-vllm`. One engine serves all contenders, so that they differ in nothing else: for
 plain decoding the drafter proposes nothing, and for stock speculation the plug-in's settings are taken off the sampler.
