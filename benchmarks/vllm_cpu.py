@@ -45,8 +45,8 @@ ENVIRONMENT = {
 
 K = 4
 """Draft tokens of a round."""
-BEGUN = 16
-"""Tokens of a copy that the prompt contains: a small model does not begin one by itself."""
+COPIED, BEGUN = 96, 16
+"""Tokens of a text to copy, and of the copy that the prompt begins: a small model does not copy when told to."""
 
 
 @dataclass(frozen=True)
@@ -176,15 +176,15 @@ def start() -> Host:
 
 
 def prompts(tokenizer: Any, limit: int) -> dict[str, list[list[int]]]:
-    """Return prompts to copy a text, to edit code and to chat, as tokens. A copy is begun for the model."""
+    """Return prompts to continue the third copy of a text, to edit code and to chat, as tokens."""
 
     def encoded(text: str) -> list[int]:
         turn = [{"role": "user", "content": text}]
         return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
 
     def copied(text: str) -> list[int]:
-        ids = tokenizer(text)["input_ids"]
-        return encoded(f"Repeat this text word for word, and write nothing else:\n\n{text}") + ids[:BEGUN]
+        ids = list(tokenizer(text)["input_ids"])[:COPIED]
+        return ids + ids + ids[:BEGUN]
 
     texts = {kind: [p.prompt for p in pick(read(), [kind], limit)] for kind in ("summarising", "code-editing", "chat")}
     copies = [copied(text) for text in texts.pop("summarising")]
