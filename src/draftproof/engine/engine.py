@@ -194,11 +194,14 @@ class Engine:
         def ended() -> bool:
             return all(session.finish_reason is not None for session in sessions)
 
+        seen = 0
         try:
             while not ended():
                 loop.next_round(ended)
-                if not ended() and not go_on():
+                rounds = sum(session.stats.rounds for session in sessions)
+                if rounds > seen and not ended() and not go_on():  # not after a pass that only read prompts
                     break
+                seen = rounds
         finally:
             self._cancel([session for session in sessions if session.finish_reason is None])
 
