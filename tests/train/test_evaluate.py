@@ -42,7 +42,8 @@ def test_when_the_time_is_over_the_round_is_the_last(engine, monkeypatch):
     clock = SimpleNamespace(monotonic=Ticks(1.0))  # read once before the first round, and once after each
     monkeypatch.setattr(evaluate, "time", clock)
     found = count_passes(engine, short_prompts(10), {"temperature": 1.0}, max_tokens=200, seconds=3.0)
-    assert found[OVERALL].passes == 4 * 3  # the engine takes four at once
+    # The engine takes four at once; one whose prompt begins like another's may start a round later.
+    assert 4 * 2 <= found[OVERALL].passes <= 4 * 3
 
 
 def test_a_first_round_is_always_run(engine):
