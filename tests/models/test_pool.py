@@ -168,7 +168,7 @@ def test_a_broken_pool_is_found(broken):
 
 
 def test_buffers_never_move():
-    pool = a_pool()
+    pool = a_pool(16)
     before = [buffer.data_ptr() for buffer in (*pool.keys, *pool.values)]
     pool.enter(1, 10)
     append(pool, 1, range(70))

@@ -16,6 +16,7 @@ from draftproof.core.rng import Philox
 from draftproof.core.types import Draft
 from draftproof.drafters.build import Guess, Spine, check_count, check_share, chosen
 from draftproof.drafters.head import draw_token, own_log_prob, ranking
+from draftproof.drafters.head_row import MAX_BATCHED, HeadRow
 from draftproof.drafters.interface import Context, TargetFeatures
 from draftproof.drafters.sample import Draws, penalty_history, with_drafted
 from draftproof.models.head.dflash import FittedDFlash
