@@ -89,7 +89,8 @@ def test_with_the_same_vocabulary_it_drafts_token_for_token_what_a_model_drafter
         assert torch.equal(mine.tokens, its.tokens)
         assert torch.equal(mine.lengths, its.lengths)
         real = torch.arange(its.tokens.shape[1]) < its.lengths[:, None]
-        assert mine.q is None or torch.equal(mine.q.probs()[real], its.q.probs()[real])
+        # Up to rounding: a model behind another vocabulary is not packed.
+        assert mine.q is None or torch.allclose(mine.q.probs()[real], its.q.probs()[real], atol=1e-6)
         go_on(rows, its, numbers)
 
 
