@@ -5,7 +5,7 @@ import torch
 from scipy.stats import binom
 
 from draftproof.core.distribution import residual
-from draftproof.core.draw import CHUNK, ROW_BY_ROW, TRIALS, chunk_sums, close, draw, invert, pick, race_weights
+from draftproof.core.draw import CHUNK, FEW_ROWS, TRIALS, chunk_sums, close, draw, invert, pick, race_weights
 from draftproof.core.rng import Philox, Purpose
 from draftproof.rules.token import thin
 from g_test import g_test
@@ -34,14 +34,14 @@ def test_chunk_sums_add_up_for_any_vocabulary():
 @pytest.mark.parametrize("V", [3, CHUNK, 1200, 4 * CHUNK])
 def test_row_by_row_and_batched_draws_agree(V, dtype):
     """Token for token, with random numbers at both ends of [0, 1) and rows with zeros."""
-    rows = 3 * ROW_BY_ROW
+    rows = 3 * FEW_ROWS
     weights = torch.rand(rows, V, dtype=dtype, generator=torch.Generator().manual_seed(4))
     weights[weights < 0.4] = 0
     weights[:, -1] = torch.where(weights.sum(-1) == 0, 1.0, weights[:, -1])
     first, second = (part[:, 0].clone() for part in rng(rows).pair(Purpose.CLOSE, torch.zeros(1, dtype=torch.long)))
     first[:4], second[2:6] = torch.tensor([0.0, 1 - 2.0**-53] * 2), torch.tensor([0.0, 1 - 2.0**-53] * 2)
     many = draw(weights, first, second)
-    parts = zip(weights.split(ROW_BY_ROW), first.split(ROW_BY_ROW), second.split(ROW_BY_ROW), strict=True)
+    parts = zip(weights.split(FEW_ROWS), first.split(FEW_ROWS), second.split(FEW_ROWS), strict=True)
     assert torch.equal(many, torch.cat([draw(*part) for part in parts]))
     assert (weights.gather(-1, many[:, None]) > 0).all()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftproof.core.distribution import DraftVocab
-from draftproof.core.draw import ROW_BY_ROW
+from draftproof.core.draw import FEW_ROWS
 from draftproof.core.rng import Philox, Purpose
 from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import History
@@ -35,7 +35,7 @@ def reference(logits, samplings, key, j, vocab):
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("temperature", [0.3, 1, 1.7])
-@pytest.mark.parametrize(("rows", "width"), [(1, 1200), (5, 512), (3, 7), (ROW_BY_ROW, 40)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1200), (5, 512), (3, 7), (FEW_ROWS, 40)])
 def test_distribution_and_token_are_those_of_the_reference(rows, width, temperature, reduced):
     order = torch.randperm(2 * width, generator=torch.Generator().manual_seed(1))
     vocab = DraftVocab.of(order[:width], 2 * width) if reduced else None
@@ -67,10 +67,10 @@ def test_an_invalid_row_has_a_nan_lse_and_does_not_affect_its_neighbours():
 
 
 def test_a_token_that_is_forbidden_is_never_drawn():
-    logits = torch.full((ROW_BY_ROW, 1200), -torch.inf)
+    logits = torch.full((FEW_ROWS, 1200), -torch.inf)
     logits[:, [17, 900]] = 0.0
     for j in range(20):
-        _, token = Draws([WARM] * ROW_BY_ROW, rng(ROW_BY_ROW))(logits, [NOTHING] * ROW_BY_ROW, j)
+        _, token = Draws([WARM] * FEW_ROWS, rng(FEW_ROWS))(logits, [NOTHING] * FEW_ROWS, j)
         assert set(token.tolist()) <= {17, 900}
 
 
@@ -85,9 +85,9 @@ def test_draws_have_the_distribution_that_they_declare():
     logits[0, places] = some_logits(1, 60, 3)[0] / 2
     seen, dists = torch.zeros(1200, dtype=torch.long), []
     for seed in range(125):
-        draws = Draws([WARM] * ROW_BY_ROW, rng(ROW_BY_ROW, seed))
+        draws = Draws([WARM] * FEW_ROWS, rng(FEW_ROWS, seed))
         for j in range(8):
-            dist, token = draws(logits.expand(ROW_BY_ROW, -1), [NOTHING] * ROW_BY_ROW, j)
+            dist, token = draws(logits.expand(FEW_ROWS, -1), [NOTHING] * FEW_ROWS, j)
             seen += torch.bincount(token, minlength=1200)
             dists.append(dist)
     declared = dists[0].probs()[0]
@@ -114,6 +114,6 @@ def test_filters_penalties_and_greedy_rows_use_the_reference(sampling):
 
 def test_mixed_temperatures_many_rows_other_precisions_and_shared_rng_use_the_reference():
     assert not cpu_path_applies(some_logits(2, 9), [WARM, SamplingParams()], rng(2))
-    assert not cpu_path_applies(some_logits(ROW_BY_ROW + 1, 9), [WARM] * (ROW_BY_ROW + 1), rng(ROW_BY_ROW + 1))
+    assert not cpu_path_applies(some_logits(FEW_ROWS + 1, 9), [WARM] * (FEW_ROWS + 1), rng(FEW_ROWS + 1))
     assert not cpu_path_applies(some_logits(2, 9).double(), [WARM] * 2, rng(2))
     assert not cpu_path_applies(some_logits(2, 9), [WARM] * 2, rng(2, shared=True))

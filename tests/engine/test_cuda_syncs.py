@@ -58,8 +58,9 @@ def rounds(monkeypatch, drafter, rule, samplings, tokens=4, k=2, **asked):
 
 def tokens_and_logprobs(outputs):
     """Return log-probabilities comparable up to rounding: on a GPU a pass attends to whole buckets of slots."""
-    logprobs = [pytest.approx(output.logprobs, abs=1e-5) if output.logprobs else None for output in outputs]
-    return [(output.tokens, logprob) for output, logprob in zip(outputs, logprobs, strict=True)]
+    raw_and_drawn = [[number for t in output.logprobs or () for number in (t.logprob, t.drawn)] for output in outputs]
+    asked = [pytest.approx(numbers, abs=1e-5) if numbers else None for numbers in raw_and_drawn]
+    return [(output.tokens, logprobs) for output, logprobs in zip(outputs, asked, strict=True)]
 
 
 def on_cpu(drafter, rule, samplings, tokens=4, k=2, **asked):

@@ -91,7 +91,9 @@ def rounds(monkeypatch, make, rule="block", samplings=WARM, tokens=24, dtype=tor
         monkeypatch.setattr(batches, "advance", counted)
         monkeypatch.setattr(rounds_module, "_fetched", all_kept)
         engine = dp.load(model, drafter, rule=rule, num_draft_tokens=3)
-        engine.generate([list(PROMPT), list(PROMPT)[:4], [1]], samplings, max_tokens=[tokens, tokens, 9], **asked)
+        prompts, budgets = [list(PROMPT), list(PROMPT)[:4], [1]], [tokens, tokens, 9]
+        outputs = engine.generate(prompts, samplings, max_tokens=budgets, **asked)
+    assert not [output.error for output in outputs if output.error]
     assert len(found) > 3
     return found, device
 

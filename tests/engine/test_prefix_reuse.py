@@ -198,6 +198,7 @@ def test_a_cancelled_prompt_stays_as_far_as_it_was_read():
     engine = open_engine("none")
     session = engine.prepare(BASES[0] + BASES[1], SEEDED, max_tokens=5)
     busy = engine.prepare([1], SamplingParams(seed=1), max_tokens=60)
+    busy.listener = lambda *_: None  # somebody waits for its tokens
     engine._loop.submit([busy])
     engine._loop.step()
     engine._loop.submit([session])

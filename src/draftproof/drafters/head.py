@@ -201,9 +201,10 @@ def own_log_prob(
     log_p = dist.log_prob(token)
     greedy = [b for b, sampling in enumerate(draws.samplings) if sampling.temperature == 0]
     if greedy:
+        rows = to_device(greedy, logits.device)
         samplings = [ranking(draws.samplings[b]) for b in greedy]
-        own = warp_without_sync(logits[greedy][:, None], samplings, [histories[b] for b in greedy], draws.vocab).first
-        log_p[greedy] = own.log_prob(token[greedy])
+        own = warp_without_sync(logits[rows][:, None], samplings, [histories[b] for b in greedy], draws.vocab).first
+        log_p = log_p.index_copy(0, rows, own.log_prob(token[rows]))
     return log_p
 
 
