@@ -123,12 +123,8 @@ def with_drafted(histories: list[History], samplings: Sequence[SamplingParams], 
 def _by_sampling(samplings: Sequence[SamplingParams], rng: Philox, logits: Float[Tensor, "B R"]) -> list[list[int]]:
     """Return rows that share a way of drawing: by temperature where the fast CPU path applies, and all others."""
     every = list(range(len(samplings)))
-    if (
-        not is_cpu(logits.device)
-        or runs_kernels(logits.device)
-        or rng.shared
-        or all(s.temperature == 0 for s in samplings)
-    ):
+    has_cpu_path = is_cpu(logits.device) and not runs_kernels(logits.device)
+    if not has_cpu_path or rng.shared or all(s.temperature == 0 for s in samplings):
         return [every]
     keys = [s.temperature if _only_temperature(s) else None for s in samplings]
     return [[b for b in every if keys[b] == key] for key in dict.fromkeys(keys)]
