@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "core": set(),
     "kernels": {"core"},
     "rules": {"core", "kernels"},
-    "models": {"core"},
+    "models": {"core", "kernels"},
     "drafters": {"core", "kernels", "models"},
     "engine": {"core", "rules", "models", "drafters"},
     "auditor": {"core", "rules", "models"},

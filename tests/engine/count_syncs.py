@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftproof import kernels
 from draftproof.core import device as core_device
 from draftproof.core.device import AsyncCopy
+from draftproof.kernels import attention
 from draftproof.kernels import draw_rows as drawing
+from engine.fake_graphs import reference_attention
 
 READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim", "equal", "item"}
 """Operations whose result or shape depends on values, so that the CPU must wait for them."""
@@ -50,6 +52,7 @@ class SyncCounter(TorchDispatchMode):
         monkeypatch.setattr(torch.Tensor, "tolist", self._tolist(torch.Tensor.tolist))
         monkeypatch.setattr(kernels, "verify_rows", self._uncounted(kernels.verify_rows))
         monkeypatch.setattr(drawing, "draw_rows", self._uncounted(drawing.draw_rows))
+        monkeypatch.setattr(attention, "decode_attention", self._uncounted(reference_attention))
 
     def _uncounted(self, launched):
         """Stop counting during a kernel: the interpreter reads every value, a GPU none."""

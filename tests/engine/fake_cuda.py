@@ -23,6 +23,7 @@ from draftproof import kernels
 from draftproof.core import rng
 from draftproof.core.device import AsyncCopy
 from draftproof.core.distribution import DraftVocab
+from draftproof.kernels import attention
 from draftproof.kernels import draw_rows as drawing
 from draftproof.models import cuda_graphs as graphs
 from draftproof.models import hf
@@ -104,6 +105,7 @@ class FakeCuda(TorchDispatchMode):
         monkeypatch.setattr(graphs, "sync_warnings", nullcontext)
         monkeypatch.setattr(kernels, "verify_rows", _verify_rows)
         monkeypatch.setattr(drawing, "draw_rows", _draw_rows)
+        monkeypatch.setattr(attention, "decode_attention", _decode_attention)
         monkeypatch.setattr(graphs, "capture", self._capture)
 
     def _to(self, to, tensor, args, more):
@@ -191,6 +193,12 @@ def _draw_rows(logits, parameters, j, *, shared, workspace):
     assert parameters.floats.is_cuda
     tokens = torch.empty(len(logits), dtype=torch.long, device=CUDA)
     return drawing.Drawn(tokens, *torch.empty((3, len(logits)), dtype=torch.float64, device=CUDA))
+
+
+def _decode_attention(query, keys, values, starts, lengths, widths=None, *, ancestors=None, positions=None, **options):
+    tensors = [query, keys, values, starts, lengths, widths, ancestors, positions]
+    assert all(tensor is None or tensor.is_cuda for tensor in tensors)
+    return torch.empty((*query.shape[:3], values.shape[-1]), dtype=query.dtype, device=CUDA)
 
 
 @contextmanager

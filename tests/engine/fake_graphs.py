@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.core import device as core_device
+from draftproof.kernels import attention
+from draftproof.kernels.attention_reference import decode_attention_reference
 from draftproof.models import cuda_graphs as graphs
 
 
@@ -53,6 +55,14 @@ class FakeGraph(torch.cuda.CUDAGraph):
             output.copy_(new)
 
 
+def reference_attention(*tensors, capacity=None, ancestors=None, **options):
+    """Attend as the kernel does, in plain torch: its interpreter would be slow."""
+    if ancestors is not None and ancestors.dtype != torch.bool:
+        T = tensors[0].shape[1]
+        ancestors = (ancestors[..., None] >> torch.arange(T)) & 1 == 1
+    return decode_attention_reference(*tensors, ancestors=ancestors, **options)
+
+
 class FakeGraphs:
     """Replaces graph capture, and counts how many passes were `recorded` and how often they were `replayed`."""
 
@@ -69,6 +79,8 @@ class FakeGraphs:
         monkeypatch.setattr(graphs, "sync_warnings", nullcontext)
         monkeypatch.setattr(graphs, "capturable", lambda tokens: tokens.shape[1] <= graphs.WIDEST)
         monkeypatch.setattr(core_device, "HOST", "none")
+        monkeypatch.setattr(core_device, "KERNEL_DEVICES", ("cuda", "cpu"))
+        monkeypatch.setattr(attention, "decode_attention", reference_attention)
 
     def _capture(self, run, kept, device):
         self.recorded += 1

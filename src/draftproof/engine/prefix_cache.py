@@ -59,9 +59,10 @@ class PrefixCache:
         ]
         held += [(s.id, s.tokens, rows.length(s.id), s.whole_chunks) for s in active if s is not session]
         best: Found | None = None
+        unit = (rows.chunk or PAGE) if session.request.seeded else PAGE
         for row, tokens, length, whole in held:
             usable = min(length, whole) if session.request.seeded else length
-            shared = min(_shared_chunks(session.request.prompt, tokens), usable // PAGE * PAGE)
+            shared = min(_shared_chunks(session.request.prompt, tokens), usable) // unit * unit
             if shared > (best.length if best is not None else 0):
                 best = Found(row, shared, whole)
         return best

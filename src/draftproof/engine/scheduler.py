@@ -435,7 +435,7 @@ def scheduler_for(
     if isinstance(model, PackedModel) and model.packing_refusal is None:
         own = 2 * drafter.kv_bytes() if isinstance(drafter, CachingDrafter) else 0
         bytes_per_token = sum(shape.bytes for shape in model.kv_shapes()) + own
-        pages = pages_within(limits.kv_memory, bytes_per_token, limits.max_batch, max_length)
+        pages = pages_within(limits.kv_memory, bytes_per_token, limits.max_batch, max_length, model.device)
     if isinstance(drafter, CachingDrafter):
         # Twice the pages, and two for each row: a draft ends after its text, and runs must be found at once.
         drafter.open_pool(2 * (pages + limits.max_batch))

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from draftproof.models.packed import packed_attention, running
+from draftproof.models.packed import running
 
 ATTENTION_NAME = "draftproof"
 """The `attn_implementation` under which transformers finds `folded_attention`."""
@@ -42,12 +42,12 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention for query `[B, heads, T, size]`, key and value `[B, shared heads, S, size]`.
 
-    transformers calls it. A packed pass attends row by row. In a rectangular one, no mask means plain causal attention:
+    transformers calls it. A pass over a pool attends row by row. In a rectangular one, no mask means plain causal attention:
     one token that attends to every slot, or a first pass over an empty cache.
     """
     this = running.get()
     if this is not None:
-        return packed_attention(this, query, key, value, attention_mask, scaling, extras), None
+        return this.attention(query, key, value, attention_mask, scaling, extras), None
     B, heads, T, size = query.shape
     shared = key.shape[1]
     if any(extras.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):

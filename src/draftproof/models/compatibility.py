@@ -12,7 +12,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from draftproof.core.device import is_cpu
+from draftproof.core.device import is_cpu, runs_kernels
 from draftproof.core.types import InexactError
 from draftproof.models.interface import Model
 
@@ -66,12 +66,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 
 def packing_refusal(model: PreTrainedModel) -> str | None:
-    """Return why the passes of a model cannot be packed, and are rectangular instead; None if they can be.
+    """Return why the rows of a model cannot lie in a pool, and its passes are rectangular; None if they can.
 
-    Packing needs an attention function that knows the rows of a pass.
+    A pool needs an attention function that knows the rows of a pass; on a GPU it is a kernel of ours.
     """
-    if not is_cpu(model.device):
-        return "on a GPU passes are rectangular, so that CUDA graphs can replay them"
+    if not is_cpu(model.device) and not runs_kernels(model.device):
+        return f"on {model.device.type} a pool needs Triton, which is not installed"
     if not model._supports_attention_backend:
         return f"{type(model).__name__} brings its own attention: it does not use transformers' attention interface"
     return None

@@ -1,4 +1,4 @@
-"""Serve any causal language model of transformers, in ragged batches and trees: packed on a CPU, else rectangular.
+"""Serve any causal language model of transformers, in ragged batches and trees: over a pool, else rectangular.
 
 `LayerStates` takes the hidden states that a head reads out of a pass.
 """
@@ -29,6 +29,7 @@ from draftproof.models.compatibility import (
     refuse_unsupported,
 )
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
+from draftproof.models.device_pass import DevicePass, DevicePool
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import View, additive_mask, chain_view, take_over_alibi, tree_view
 from draftproof.models.packed import PackedPass, Span, running
@@ -118,7 +119,7 @@ class HFModel:
             raise ValueError(f"cache is a {type(cache).__name__}: take one from this model's new_cache()")
         check_pass(tokens, parents, scored, len(cache.lengths))
         check_layers(layers, self._config.num_hidden_layers)
-        if self.packing_refusal is None:
+        if self.packing_refusal is None and is_cpu(tokens.device):
             return self._over_slots(tokens, cache, parents, scored, tuple(layers))
         with torch.inference_mode():
             cache.reserve(tokens.shape[1], self._max_length)
@@ -141,8 +142,8 @@ class HFModel:
         if self._shapes is None:
             layers = [ShapeLayer() for _ in range(self._layers)]
             with torch.inference_mode():
-                one = self.packed_pass(torch.zeros(1, dtype=torch.long), [Span(0, 0, 1)])
-                self._run_packed(one, TransformersCache(layers=layers), 1, ())
+                one = self.packed_pass(torch.zeros(1, dtype=torch.long, device=self.device), [Span(0, 0, 1)])
+                self._over_pool(one, one.tokens[None], one.positions[None], TransformersCache(layers=layers), 1, ())
             self._shapes = tuple(layer.shape for layer in layers)
         return self._shapes
 
@@ -164,21 +165,70 @@ class HFModel:
         scored  the last so many tokens of the pass, or the indices of those that get logits
         """
         check_layers(layers, self._config.num_hidden_layers)
-        slots = this.slots
-        past = TransformersCache(layers=[PoolLayer(k, v, slots) for k, v in zip(keys, values, strict=True)])
-        with torch.inference_mode():
-            logits, *hidden = self._run_packed(this, past, scored, tuple(layers))
+        with torch.inference_mode(), steady_attention(self.device):
+            past = _pool_cache(keys, values, this.slots)
+            logits, *hidden = self._over_pool(
+                this, this.tokens[None], this.positions[None], past, scored, tuple(layers)
+            )
         return logits[0], tuple(states[0] for states in hidden)
 
-    def _run_packed(
-        self, this: PackedPass, past: TransformersCache, scored: int | Int[Tensor, " J"], layers: tuple[int, ...]
+    def device_pass(
+        self,
+        tokens: Int[Tensor, "B T"],
+        places: Int[Tensor, "3 B"],
+        pool: DevicePool,
+        *,
+        parents: Int[Tensor, "B K"] | None = None,
+        last: bool = False,
+        layers: Sequence[int] = (),
+    ) -> Forward:
+        """Run a pass over a pool on a GPU, by replay if one of its shapes was recorded; see `DevicePass`.
+
+        last  give the logits after each row's last token only, as [B, 1, V]
+        """
+        check_layers(layers, self._config.num_hidden_layers)
+        B, T = tokens.shape
+        body = partial(self._device_logits_and_states, pool=pool, last=last, layers=tuple(layers))
+        inputs = (tokens, places) if parents is None else (tokens, places, parents)
+        with torch.inference_mode():
+            logits, *hidden = self.graph_cache.run(body, inputs, 0, pool.recordings, (last, tuple(layers)))
+            return Forward(logits.view(B, 1 if last else T, -1), tuple(states.view(B, T, -1) for states in hidden))
+
+    def _device_logits_and_states(
+        self,
+        tokens: Int[Tensor, "B T"],
+        places: Int[Tensor, "3 B"],
+        parents: Int[Tensor, "B K"] | None = None,
+        *,
+        pool: DevicePool,
+        last: bool,
+        layers: tuple[int, ...],
     ) -> tuple[Tensor, ...]:
+        """Return the logits, then the states after these layers, without a sync, so that it can be captured."""
+        B, T = tokens.shape
+        this = DevicePass(tokens, places, pool.scratch, pool.capacity, self._kinds, parents)
+        past = _pool_cache(pool.keys, pool.values, this.slots)
+        scored: int | Tensor = B * T
+        if last and T > 1:
+            scored = torch.arange(B, device=tokens.device) * T + (places[2] - 1).clamp_min(0)
+        return self._over_pool(this, tokens.view(1, -1), this.positions, past, scored, layers)
+
+    def _over_pool(
+        self,
+        this: PackedPass | DevicePass,
+        tokens: Int[Tensor, "1 N"],
+        positions: Int[Tensor, "1 N"],
+        past: TransformersCache,
+        scored: int | Int[Tensor, " J"],
+        layers: tuple[int, ...],
+    ) -> tuple[Tensor, ...]:
+        """Return the logits of a pass whose rows lie in a pool, then the states after these layers."""
         masks = this.placeholders()
         run = partial(
             self._net,
-            input_ids=this.tokens[None],
+            input_ids=tokens,
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            position_ids=self._clamped(this.positions[None]),
+            position_ids=self._clamped(positions),
             past_key_values=past,
             use_cache=True,
             logits_to_keep=scored,
@@ -289,6 +339,11 @@ class HFModel:
         if self._alibi is not None:
             return torch.where(visible, self._alibi(view.columns, dtype), torch.finfo(dtype).min)
         return additive_mask(visible, dtype) if self._config._attn_implementation == "eager" else visible
+
+
+def _pool_cache(keys: Sequence[Tensor], values: Sequence[Tensor], slots: Int[Tensor, " N"]) -> TransformersCache:
+    """Return the layers of a pool as transformers sees them in one pass."""
+    return TransformersCache(layers=[PoolLayer(k, v, slots) for k, v in zip(keys, values, strict=True)])
 
 
 def check_pass(tokens: Tensor, parents: Tensor | None, scored: int | None, rows: int) -> None:

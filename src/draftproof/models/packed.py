@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -65,19 +65,22 @@ class PackedPass:
     def slots(self) -> Int[Tensor, " N"]:
         """Return where each token's keys and values are written."""
         runs = [np.arange(span.start + span.before, span.start + span.stop) for span in self.spans]
-        return torch.from_numpy(np.concatenate(runs))
+        return torch.from_numpy(np.concatenate(runs)).to(self.tokens.device, non_blocking=True)
 
     @property
     def positions(self) -> Int[Tensor, " N"]:
         """Return each token's position in its row; in a tree that is its depth."""
-        return torch.cat([_positions(span) for span in self.spans])
+        return torch.cat([_positions(span, self.tokens.device) for span in self.spans])
 
     def placeholders(self) -> dict[str, Tensor]:
-        """Return a mask for each kind of layer that only names the kind: `packed_attention` reads it off its width.
+        """Return a mask for each kind of layer that only names the kind, by its width: `attention` reads it.
 
         transformers hands four-dimensional masks through to the attention as they are.
         """
-        return {kind: torch.ones((1, 1, 1, i + 1), dtype=torch.bool) for i, (kind, _) in enumerate(self.kinds)}
+        device = self.tokens.device
+        return {
+            kind: torch.ones((1, 1, 1, i + 1), dtype=torch.bool, device=device) for i, (kind, _) in enumerate(self.kinds)
+        }
 
     def pieces(self, kind: int, group: int, dtype: torch.dtype) -> list[Piece]:
         """Return the spans as layers of a kind attend to them; made once for all layers of the kind.
@@ -87,37 +90,74 @@ class PackedPass:
         if (kind, group) not in self._pieces:
             stops = accumulate(span.width for span in self.spans)
             self._pieces[kind, group] = [
-                _piece(span, stop, *self.kinds[kind], group, dtype)
+                _piece(span, stop, *self.kinds[kind], group, dtype, self.tokens.device)
                 for span, stop in zip(self.spans, stops, strict=True)
             ]
         return self._pieces[kind, group]
 
+    def attention(
+        self,
+        query: Float[Tensor, "1 h N d"],
+        keys: Float[Tensor, "1 g S d"],
+        values: Float[Tensor, "1 g S e"],
+        mask: Tensor | None,
+        scaling: float | None,
+        extras: dict[str, Any],
+    ) -> Float[Tensor, "1 N h e"]:
+        """Attend span by span; each reads its row's extent of the pool."""
+        kind, group = 0 if mask is None else mask.shape[-1] - 1, query.shape[1] // keys.shape[1]
+        pieces = self.pieces(kind, group, query.dtype)
+        return attend(pieces, query, keys, values, scaling, extras.get("softcap"), extras.get("s_aux"))
 
-def _positions(span: Span) -> Int[Tensor, " T"]:
+
+class PoolPass(Protocol):
+    """A pass whose rows lie in a KV pool: a `PackedPass`, or on a GPU a `DevicePass`."""
+
+    def attention(
+        self,
+        query: Float[Tensor, "1 h N d"],
+        keys: Float[Tensor, "1 g S d"],
+        values: Float[Tensor, "1 g S e"],
+        mask: Tensor | None,
+        scaling: float | None,
+        extras: dict[str, Any],
+    ) -> Float[Tensor, "1 N h e"]:
+        """Attend to each row's keys: `keys` and `values` are a layer's whole pool."""
+        ...
+
+
+running: ContextVar[PoolPass | None] = ContextVar("pass over a pool", default=None)
+"""The pass over a pool that this thread runs; None where passes are rectangular."""
+
+
+def _positions(span: Span, device: torch.device) -> Int[Tensor, " T"]:
     if span.parents is None:
-        return torch.arange(span.before, span.stop)
+        return torch.arange(span.before, span.stop, device=device)
     return span.before + lineage(span.parents[None])[0].sum(1) - 1
 
 
-def _piece(span: Span, stop: int, kind: str, size: int | None, group: int, dtype: torch.dtype) -> Piece:
+def _piece(
+    span: Span, stop: int, kind: str, size: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> Piece:
     first = 0
     if size is not None:  # keys that not even the first token may attend to
         first = span.before // size * size if kind == "chunked_attention" else max(0, span.before - size + 1)
     keys = slice(span.start + first, span.start + span.stop)
-    return Piece(slice(stop - span.width, stop), keys, span.width, _bias(span, first, kind, size, group, dtype))
+    bias = _bias(span, first, kind, size, group, dtype, device)
+    return Piece(slice(stop - span.width, stop), keys, span.width, bias)
 
 
 def _bias(
-    span: Span, first: int, kind: str, size: int | None, group: int, dtype: torch.dtype
+    span: Span, first: int, kind: str, size: int | None, group: int, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "1 1 G S"] | None:
     """Return what is added to the scores of a span's tokens; None if every token attends to every key."""
     if span.width == 1:
         return None
-    columns, own = torch.arange(first, span.stop), _positions(span)
+    columns, own = torch.arange(first, span.stop, device=device), _positions(span, device)
     if span.parents is None:
         visible = columns <= own[:, None]
     else:
-        before = torch.ones((span.width, span.before - first), dtype=torch.bool)
+        before = torch.ones((span.width, span.before - first), dtype=torch.bool, device=device)
         visible = torch.cat([before, lineage(span.parents[None])[0]], 1)
         columns = torch.cat([columns[: span.before - first], own])
     if size is not None and kind == "chunked_attention":
@@ -125,26 +165,8 @@ def _bias(
     elif size is not None:
         visible = visible & (own[:, None] - columns < size)
     # Additive: on a CPU a boolean mask is converted in every call, which takes as long as the attention.
-    bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    bias = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
     return bias.repeat(group, 1)[None, None]
-
-
-running: ContextVar[PackedPass | None] = ContextVar("packed pass", default=None)
-"""The pass that this thread runs packed; None where passes are rectangular."""
-
-
-def packed_attention(
-    this: PackedPass,
-    query: Float[Tensor, "1 h N d"],
-    keys: Float[Tensor, "1 g S d"],
-    values: Float[Tensor, "1 g S e"],
-    mask: Tensor | None,
-    scaling: float | None,
-    extras: dict[str, Any],
-) -> Float[Tensor, "1 N h e"]:
-    """Attend span by span: `keys` and `values` are a layer's whole pool, of which each span reads its row's extent."""
-    pieces = this.pieces(0 if mask is None else mask.shape[-1] - 1, query.shape[1] // keys.shape[1], query.dtype)
-    return attend(pieces, query, keys, values, scaling, extras.get("softcap"), extras.get("s_aux"))
 
 
 def attend(

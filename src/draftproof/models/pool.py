@@ -54,18 +54,22 @@ class SavedRow(NamedTuple):
 
 @dataclass(slots=True)
 class KVPool:
-    """The buffers of every layer, `[slots, heads, size]`, and the rows that share them."""
+    """The buffers of every layer, `[slots, heads, size]`, and the rows that share them.
+
+    `spare` pages after the others belong to no row.
+    """
 
     shapes: Sequence[LayerShape]
     pages: int
     device: torch.device
+    spare: int = 0
     rows: dict[int, PoolRow] = field(default_factory=dict)
     keys: list[Tensor] = field(init=False)
     values: list[Tensor] = field(init=False)
     extents: Extents = field(init=False)
 
     def __post_init__(self) -> None:
-        slots = self.pages * PAGE
+        slots = (self.pages + self.spare) * PAGE
         # Uninitialised: no row attends beyond its length. An operating system gives memory to what is written only.
         self.keys = [self._buffer(slots, s.heads, s.key_size, s.dtype) for s in self.shapes]
         self.values = [self._buffer(slots, s.heads, s.value_size, s.dtype) for s in self.shapes]
@@ -214,12 +218,14 @@ MOST_TOKENS: int = 2**17
 """Tokens of a row in a model without a limit, for the size of its pool."""
 
 
-def pages_within(memory: int | float, bytes_per_token: int, rows: int, max_length: int | None) -> int:
+def pages_within(
+    memory: int | float, bytes_per_token: int, rows: int, max_length: int | None, device: torch.device | None = None
+) -> int:
     """Return the pages of a pool within a budget: bytes, or a share of the free memory.
 
     A pool is not larger than twice what its rows can fill: the other half is for idle prefixes.
     """
-    budget = memory if isinstance(memory, int) else int(memory * _free_memory())
+    budget = memory if isinstance(memory, int) else int(memory * _free_memory(device))
     pages = budget // max(1, bytes_per_token * PAGE)
     if pages < 1:
         raise ValueError(
@@ -229,8 +235,10 @@ def pages_within(memory: int | float, bytes_per_token: int, rows: int, max_lengt
     return min(pages, 2 * rows * pages_for(max_length or MOST_TOKENS))
 
 
-def _free_memory() -> int:
-    """Return the bytes of memory that are free, as far as the operating system tells."""
+def _free_memory(device: torch.device | None) -> int:
+    """Return the bytes of memory that are free on a device, as far as the driver or the operating system tells."""
+    if device is not None and device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info(device)[0]
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

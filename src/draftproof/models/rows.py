@@ -102,6 +102,9 @@ class PackedModel(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def device(self) -> torch.device: ...
+
     def kv_shapes(self) -> tuple[LayerShape, ...]: ...
 
     def packed_pass(self, tokens: Int[Tensor, " N"], spans: Sequence[Span]) -> PackedPass: ...
@@ -125,7 +128,11 @@ def packs(model: object) -> bool:
 def open_rows(model: Model, pages: int) -> "PooledRows | RectangularRows":
     """Return the rows of a model: over a pool of so many pages if its passes can be packed."""
     if isinstance(model, PackedModel) and model.packing_refusal is None:
-        return PooledRows(model, pages)
+        if is_cpu(model.device):
+            return PooledRows(model, pages)
+        from draftproof.models.device_rows import DeviceRows
+
+        return DeviceRows(model, pages)
     return RectangularRows(model)
 
 
@@ -134,9 +141,9 @@ class PooledRows:
 
     chunk: int | None = PAGE
 
-    def __init__(self, model: PackedModel, pages: int) -> None:
+    def __init__(self, model: PackedModel, pages: int, spare: int = 0) -> None:
         self._model = model
-        self.pool = KVPool(model.kv_shapes(), pages, torch.device("cpu"))
+        self.pool = KVPool(model.kv_shapes(), pages, model.device, spare)
 
     @property
     def tokens(self) -> int:
@@ -172,14 +179,15 @@ class PooledRows:
         """Score and read in one pass; rows of a block that have one width lie side by side and make a group."""
         order = sorted((i for i, each in enumerate(reading) if len(each.tokens)), key=lambda i: reading[i].scored)
         spans = self._reading_spans([reading[i] for i in order])
-        tokens = [torch.tensor(list(reading[i].tokens), dtype=torch.long) for i in order]
+        tokens = [to_device(list(reading[i].tokens), self._model.device) for i in order]
         unscored = sum(len(reading[i].tokens) for i in order if not reading[i].scored)
         plans = [_by_width(block) for block in blocks]
         for block, plan in zip(blocks, plans, strict=True):
             for width, index in plan:
                 parents = None if block.parents is None else block.parents[:, : width - 1]
                 spans += [self._span(block.rows[b], width, None if parents is None else parents[b]) for b in index]
-                tokens.append(block.tokens[index, :width].flatten())
+                every = len(index) == len(block.tokens)  # on a GPU indexing by a list is a sync
+                tokens.append((block.tokens if every else block.tokens[index])[:, :width].flatten())
         if not tokens:
             return Scores([[] for _ in blocks], [Read((), None) for _ in reading])
         packed = self._model.packed_pass(torch.cat(tokens), spans)
