@@ -12,6 +12,7 @@ cell is detected earlier. The controls (engine/test_engine_controls.py) are real
 import pytest
 
 import draftproof as dp
+from budget import budgeted
 from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
@@ -71,6 +72,15 @@ PAIRS = [
     *((name, "tree", make) for name, make in TREES.items()),
 ]
 every_pair = pytest.mark.parametrize(("rule", "make"), [p[1:] for p in PAIRS], ids=[f"{r}-{n}" for n, r, _ in PAIRS])
+one_rule_a_drafter = pytest.mark.parametrize(
+    ("rule", "make"),
+    budgeted(
+        [p[1:] for p in PAIRS],
+        ["token-ngram", "block-suffix", "coupled-prompt-lookup", "token-model", "block-model", "coupled-model",
+         "block-model, own temperature", "token-early-exit", "tree-ngram", "tree-model", "tree-a chain"],
+        [f"{r}-{n}" for n, r, _ in PAIRS],
+    ),
+)  # fmt: skip
 FILTERS = ["plain", "temperature", "top-k", "top-p", "min-p", "filters"]
 PENALTIES = ["repetition", "presence", "frequency", "bias", "all"]
 every_rule = pytest.mark.parametrize("rule", ["token", "block", "coupled", "tree"])
@@ -95,7 +105,7 @@ def check(decoder: dp.Engine, samplings: list[SamplingParams], n: int, budget: i
         assert value > ALPHA, f"{sampling}: p = {value:.1e} over {int(seen.sum())} texts"
 
 
-@every_pair
+@one_rule_a_drafter
 def test_texts_have_the_targets_joint_distribution_with_every_drafter(rule, make):
     """3,000 texts: TV 0.14. The suffix automaton is slow under executed annotations and makes 600: TV 0.3. Its tokens
     are chosen, like those of the other copying drafters."""
@@ -109,33 +119,33 @@ def test_texts_have_the_targets_joint_distribution_under_all_warps_at_once(rule)
     check(engine(neighbour, rule), [WARPS["all"]], 2000)
 
 
-@every_rule
+@pytest.mark.parametrize("rule", budgeted(["token", "block", "coupled", "tree"], ["block", "tree"]))
 def test_rows_of_one_batch_each_have_the_distribution_of_their_own_sampling(rule):
     """Every warp in turn, 200 texts each in mixed batches: TV 0.5 for each (greedy: a single wrong text). Another test
     of mixed batches, `test_a_row_does_not_depend_on_its_neighbours`, compares token for token."""
     check(engine(neighbour, rule), list(WARPS.values()), 200 * len(WARPS))
 
 
-@pytest.mark.parametrize("size", [V - 2, V + 3])
+@pytest.mark.parametrize("size", budgeted([V - 2, V + 3], [V - 2]))
 def test_another_vocabulary_of_the_drafter_changes_nothing(size):
     """3,000 texts: TV 0.14."""
     check(engine(lambda: neighbour(size), "block"), [WARPS["filters"]], 3000)
 
 
-@pytest.mark.parametrize("rule", ["block", "tree"])
+@pytest.mark.parametrize("rule", budgeted(["block", "tree"], ["block"]))
 def test_an_adaptive_draft_length_changes_nothing(rule):
     """3,000 texts of up to 8 tokens, so that later lengths depend on earlier rounds: TV 0.14 in the first three."""
     made = dp.load(llama(), neighbour(), rule=rule, num_draft_tokens="auto", max_batch=500)
     check(made, [WARPS["filters"]], 3000, budget=8)
 
 
-@pytest.mark.parametrize("warp", FILTERS)
+@pytest.mark.parametrize("warp", budgeted(FILTERS, ["plain", "filters"]))
 def test_each_filter_alone_has_its_distribution(warp):
     """10,000 texts: TV 0.075, and 0.046 if few tokens are left."""
     check(engine(neighbour, "block"), [WARPS[warp]], 10_000)
 
 
-@pytest.mark.parametrize("warp", PENALTIES)
+@pytest.mark.parametrize("warp", budgeted(PENALTIES, ["all"]))
 def test_each_penalty_alone_has_its_distribution(warp):
     """3,000 texts: TV 0.14. Penalties are applied row by row, which is slow."""
     check(engine(neighbour, "block"), [WARPS[warp]], 3000)

@@ -73,6 +73,7 @@ def test_every_family_has_its_mutants():
     assert len([m for m in FOUND.values() if m.budget <= QUICK]) >= 20
 
 
+@pytest.mark.slow
 def test_a_mutant_is_wrong_by_a_measure_that_does_not_use_the_auditor():
     """The total variation of the documented table: a skipped residual shows, the right engine does not, within six
     standard errors of 0.008."""

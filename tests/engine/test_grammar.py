@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import draftproof as dp
+from budget import budgeted
 from draftproof.core.sampling import SamplingParams
 from draftproof.engine import grammar
 from draftproof.engine.engine import Engine
@@ -38,7 +39,7 @@ def p_value(drafter, rule: str) -> float:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("rule", ["token", "block", "coupled", "tree"])
+@pytest.mark.parametrize("rule", budgeted(["token", "block", "coupled", "tree"], ["block", "tree"]))
 def test_texts_have_the_distribution_of_plain_decoding_with_the_same_masks(rule):
     assert p_value(neighbour(), rule) > ALPHA
 
@@ -94,7 +95,7 @@ def nothing_after_five(output):
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("rule", ["token", "block", "coupled", "tree"])
+@pytest.mark.parametrize("rule", budgeted(["token", "block", "coupled", "tree"], ["block"]))
 def test_a_dead_end_fails_just_those_requests_that_get_there(rule):
     """3,000 texts of three tokens, those that failed after a 5 included, find a TV of 0.14. A draft that merely leads
     to a 5 changes nothing."""

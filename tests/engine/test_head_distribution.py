@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import draftproof as dp
+from budget import budgeted
 from draftproof.core.sampling import SamplingParams, warp
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.interface import Context, TargetOutputs
@@ -62,7 +63,9 @@ def head(rule: str, size: int = REDUCED) -> HeadDrafter:
     return HeadDrafter(on_target(size), branches=2 if rule == "tree" else 1)
 
 
-@pytest.mark.parametrize(("rule", "sampling"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    ("rule", "sampling"), budgeted(list(CASES.values()), ["token, cut", "block, warm", "tree, warm"], list(CASES))
+)
 def test_a_head_keeps_the_targets_distribution(rule, sampling):
     texts = FEWER_TEXTS if sampling is WARY else TEXTS
     made = sampled(head(rule), rule, [sampling], texts, slots=5 if rule == "tree" else 3)
@@ -95,7 +98,7 @@ def test_rows_of_all_kinds_in_one_batch_keep_their_distributions(rule):
     assert min(p_values(made, MIXED)) > ALPHA
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "tree"])
+@pytest.mark.parametrize("rule", budgeted(["token", "block", "tree"], ["block"]))
 def test_rows_that_copy_beside_rows_that_draw_keep_their_distributions(rule):
     """One batch holds copied and drawn rows: texts differ in how soon they repeat themselves."""
     watched = MixedDraftCounter(Switch(Suffix(branches=2 if rule == "tree" else 1), head(rule), enough=4))
@@ -157,7 +160,7 @@ class Unnormalised(HeadDrafter):
         return replace(draft, q=replace(draft.q, lse=draft.q.lse - outside))
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("rule", budgeted(["token", "block"], ["block"]))
 @pytest.mark.parametrize("control", [RawDistribution, Unnormalised])
 def test_a_head_that_lies_about_its_distribution_is_caught(control, rule):
     made = sampled(control(on_target(4)), rule, [COLD], TEXTS // 2)
@@ -211,7 +214,7 @@ class WithoutLast(HeadDrafter):
         return super().propose([Before(context) for context in contexts], k, rng)
 
 
-@pytest.mark.parametrize("make", [Stale, WithoutLast])
+@pytest.mark.parametrize("make", budgeted([Stale, WithoutLast], ["Stale"], ["Stale", "WithoutLast"]))
 def test_a_head_that_misreads_keeps_the_distribution_and_loses_speed(make):
     right, wrong = (sampled(each(on_target()), "block", [WARM], TEXTS // 2) for each in (HeadDrafter, make))
     assert min(p_values(wrong, [WARM])) > ALPHA

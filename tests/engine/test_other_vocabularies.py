@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import draftproof as dp
+from budget import budgeted
 from drafters.two_vocabularies import SHARES, large_models, large_pair, overlap_of, prompts, small_models, small_pair
 from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import InexactError
@@ -63,7 +64,14 @@ CASES = {
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize(("make", "share", "rule", "sampling"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    ("make", "share", "rule", "sampling"),
+    budgeted(
+        list(CASES.values()),
+        ["TLI at 0.2", "TLI at 0.7, cut", "TLI at 0.7, tree", "TLI at 0.7, ending after weak tokens", "SLEM at 0.7"],
+        list(CASES),
+    ),
+)
 def test_texts_have_the_targets_distribution(make, share, rule, sampling):
     texts = 500 if sampling is WARY else TEXTS  # penalties are processed row by row
     made = sampled(make(share), rule, sampling, texts, share)
@@ -108,7 +116,7 @@ class Unfiltered(TLI):
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("rule", budgeted(["token", "block"], ["block"]))
 @pytest.mark.parametrize(("control", "sampling"), [(Permuted, WARM), (Unfiltered, SamplingParams(top_k=2))])
 def test_a_drafter_that_declares_another_distribution_is_caught(control, sampling, rule):
     share = 0.7
@@ -147,7 +155,7 @@ def test_greedy_texts_of_a_ragged_batch_of_four_are_transformers_own(share, way)
 def test_by_default_a_large_overlap_is_drawn_from_and_a_small_one_drafts_greedy_texts_only(share, kind):
     tokenizer, draft_tokenizer = large_pair(share)
     target, draft = large_models(share)
-    engine = dp.load(target, draft, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
+    engine = dp.load(target, draft, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer, num_draft_tokens=2)
     assert type(engine.drafter) is kind
     prompt = tokenizer("what is")["input_ids"]
     assert engine.generate(prompt, temperature=0, max_tokens=4).stats.drafted > 0

@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 
 import draftproof as dp
+from budget import budgeted
 from draftproof.core.sampling import SamplingParams
 from draftproof.integrations import transformers_rows
 from engine.many_texts import unchecked
@@ -50,7 +51,9 @@ def p_value(drafter: str, rule: str, padding: int = 0, **options: float) -> floa
     return g_test(counts(made[:, -3:], V), dist)
 
 
-@pytest.mark.parametrize(("drafter", "rule"), CASES)
+@pytest.mark.parametrize(
+    ("drafter", "rule"), budgeted(CASES, ["ngram-block", "model-tree"], [f"{name}-{rule}" for name, rule in CASES])
+)
 def test_texts_have_the_distribution_of_plain_generate(drafter, rule):
     assert p_value(drafter, rule, **ALL) > ALPHA
 

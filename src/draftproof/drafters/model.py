@@ -168,12 +168,15 @@ class Reader:
         self._saved: dict[int, SavedRow] = {}
         self._names: list[int] = []
         self._pending: tuple[AsyncCopy, Sequence[int]] | None = None
+        self._to_read: list[Reading] = []
+        """Chunks of prompts that are read before anything else, all in one pass."""
 
     def open(self, pages: int) -> None:
         """Allocate a pool; from then on rows stay until they are dropped."""
         self._rows, self._is_managed = open_rows(self._model, pages), True
         self._known.clear()
         self._saved.clear()
+        self._to_read.clear()
         self._pending = None
 
     @property
@@ -184,7 +187,7 @@ class Reader:
 
     def catch_up(self, contexts: Sequence[Context], wanted: Sequence[bool]) -> Float[Tensor, "B R"]:
         """Read the contexts' new tokens and return the logits after each last one; unwanted rows are undefined."""
-        self._receive_drafted()
+        self._settle()
         self._names = [context.id for context in contexts]
         rows = [self._known[name] for name in self._names]
         known = [row.common_prefix(context.tokens) for row, context in zip(rows, contexts, strict=True)]
@@ -196,7 +199,7 @@ class Reader:
 
     def enter(self, contexts: Sequence[Context]) -> bool:
         """Give every context a row; return False if the pool has no room for one of them."""
-        self._receive_drafted()
+        self._settle()
         if not self._is_managed:
             names = {context.id for context in contexts}
             self.drop([name for name in self._known if name not in names])
@@ -213,7 +216,7 @@ class Reader:
 
     def truncate(self, request: int, length: int) -> None:
         """Forget a request's tokens after the first `length`; see `ModelDrafter.truncate`."""
-        self._receive_drafted()
+        self._settle()
         row = self._known.get(request)
         if row is not None and length < row.read:
             row.read, row.drafted = length, []
@@ -226,7 +229,7 @@ class Reader:
         self._pending = drawn, kept
 
     def follow(self, context: Context, length: int) -> None:
-        """Read a prompt's tokens up to this length, in chunks as the target does."""
+        """Read a prompt's tokens up to this length, in chunks as the target does, with the prompts of other rows."""
         if not isinstance(self.rows, PooledRows):
             return  # a rectangular cache reads new rows together, in one pass
         self._receive_drafted()
@@ -236,13 +239,12 @@ class Reader:
             return
         row = self._known[context.id]
         if row.read < length:
-            chunk = Reading(context.id, self._valid(context.tokens[row.read : length]))
-            self.rows.score([], reading=[chunk])
+            self._to_read.append(Reading(context.id, self._valid(context.tokens[row.read : length])))
             row.read = length
 
     def adopt(self, context: Context, holder: int, length: int) -> bool:
         """Take over a prefix that another request's row holds."""
-        self._receive_drafted()
+        self._settle()
         held = self._known.get(holder)
         if held is None or held.read < length or not isinstance(self.rows, PooledRows) or holder in self._saved:
             return False
@@ -256,13 +258,13 @@ class Reader:
 
     def suspend(self, name: int) -> None:
         """Copy a row out of the pool until its request is back."""
-        self._receive_drafted()
+        self._settle()
         if name in self._known and name not in self._saved and isinstance(self.rows, PooledRows):
             self._saved[name] = self.rows.save(name)
 
     def rest(self, name: int) -> None:
         """Free the room after a row's text; drafted tokens are dropped."""
-        self._receive_drafted()
+        self._settle()
         row = self._known.get(name)
         if row is not None and name not in self._saved and isinstance(self.rows, PooledRows):
             row.drafted = []
@@ -271,7 +273,7 @@ class Reader:
 
     def drop(self, names: Sequence[int]) -> None:
         """Forget the rows of these requests."""
-        self._receive_drafted()
+        self._settle()
         for name in names:
             if self._known.pop(name, None) is not None and self._saved.pop(name, None) is None:
                 self.rows.leave(name)
@@ -283,6 +285,19 @@ class Reader:
         if context.id not in self._known:
             self.rows.enter(context.id, len(context.tokens) + ROOM)
             self._known[context.id] = Row()
+
+    def _settle(self) -> None:
+        """Bring the rows up to date: with what was drafted, and with the chunks of prompts that are to be read."""
+        self._receive_drafted()
+        if not self._to_read:
+            return
+        chunks, self._to_read = self._to_read, []
+        try:
+            self.rows.score([], reading=chunks)
+        except Exception:
+            for chunk in chunks:  # they hold what they held before, and read the rest when they draft
+                self._known[chunk.row].read = self.rows.length(chunk.row)
+            raise
 
     def _receive_drafted(self) -> None:
         if self._pending is None:

@@ -54,6 +54,8 @@ class PrefixCache:
 
     def longest(self, session: Session, active: Sequence[Session], rows: PooledRows) -> Found | None:
         """Return the row that holds most of the prompt in whole chunks; None if none holds a chunk."""
+        if len(session.request.prompt) - 2 < PAGE:
+            return None
         held = [
             (row, prefix.tokens, len(prefix.tokens), prefix.whole_chunks) for row, prefix in reversed(self.idle.items())
         ]
@@ -70,6 +72,8 @@ class PrefixCache:
     def most_shared(self, session: Session, others: Sequence[Session]) -> int:
         """Return how many tokens of the prompt, in whole chunks, one of these prompts begins with."""
         own = session.request.prompt
+        if len(own) - 2 < PAGE:
+            return 0
         return max((_shared_chunks(own, s.request.prompt) for s in others if s is not session), default=0)
 
 

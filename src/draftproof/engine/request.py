@@ -124,7 +124,7 @@ class Request:
 _ids = itertools.count()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Session:
     """The state of a running request. Drafters see it as their `Context`."""
 

@@ -258,7 +258,7 @@ class Scheduler:
         wanted = self.lengths.choose(self.running)
         chosen = {s.id: self._limited(s, k) for s, k in zip(self.running, wanted, strict=True)}
         for session in list(self.running):
-            if session in self.running:  # not preempted for an older one
+            if session.saved is None:  # not preempted for an older one
                 self._make_room(session, len(session.tokens) + chosen[session.id], parts)
         return [chosen[s.id] for s in self.running]
 
