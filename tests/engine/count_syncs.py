@@ -15,6 +15,8 @@ from draftproof.core import device as core_device
 from draftproof.core.device import AsyncCopy
 from draftproof.kernels import attention
 from draftproof.kernels import draw_rows as drawing
+from draftproof.models import hf
+from draftproof.models.fused import Fusion
 from engine.fake_graphs import reference_attention
 
 READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim", "equal", "item"}
@@ -53,6 +55,7 @@ class SyncCounter(TorchDispatchMode):
         monkeypatch.setattr(kernels, "verify_rows", self._uncounted(kernels.verify_rows))
         monkeypatch.setattr(drawing, "draw_rows", self._uncounted(drawing.draw_rows))
         monkeypatch.setattr(attention, "decode_attention", self._uncounted(reference_attention))
+        monkeypatch.setattr(hf, "fuse", lambda model: Fusion())  # interpreted kernels are slow; see test_fused.py
 
     def _uncounted(self, launched):
         """Stop counting during a kernel: the interpreter reads every value, a GPU none."""

@@ -27,6 +27,7 @@ from draftproof.kernels import attention
 from draftproof.kernels import draw_rows as drawing
 from draftproof.models import cuda_graphs as graphs
 from draftproof.models import hf
+from draftproof.models.fused import Fusion
 from engine.fake_indexing import get_item, set_item
 
 CUDA = torch.device("cuda", 0)
@@ -102,6 +103,7 @@ class FakeCuda(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         # fake weights are a subclass of Tensor, which looks quantised; a probe needs real values
         monkeypatch.setattr(hf, "needs_probe", lambda model, **options: False)
+        monkeypatch.setattr(hf, "fuse", lambda model: Fusion())  # compares values
         monkeypatch.setattr(graphs, "sync_warnings", nullcontext)
         monkeypatch.setattr(kernels, "verify_rows", _verify_rows)
         monkeypatch.setattr(drawing, "draw_rows", _draw_rows)

@@ -14,6 +14,8 @@ from draftproof.core import device as core_device
 from draftproof.kernels import attention
 from draftproof.kernels.attention_reference import decode_attention_reference
 from draftproof.models import cuda_graphs as graphs
+from draftproof.models import hf
+from draftproof.models.fused import Fusion
 
 
 class MemoryTrace(TorchDispatchMode):
@@ -81,6 +83,7 @@ class FakeGraphs:
         monkeypatch.setattr(core_device, "HOST", "none")
         monkeypatch.setattr(core_device, "KERNEL_DEVICES", ("cuda", "cpu"))
         monkeypatch.setattr(attention, "decode_attention", reference_attention)
+        monkeypatch.setattr(hf, "fuse", lambda model: Fusion())  # interpreted kernels are slow; see test_fused.py
 
     def _capture(self, run, kept, device):
         self.recorded += 1

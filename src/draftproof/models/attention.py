@@ -42,8 +42,8 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention for query `[B, heads, T, size]`, key and value `[B, shared heads, S, size]`.
 
-    transformers calls it. A pass over a pool attends row by row. In a rectangular one, no mask means plain causal attention:
-    one token that attends to every slot, or a first pass over an empty cache.
+    transformers calls it. A pass over a pool attends row by row. In a rectangular one, no mask means plain causal
+    attention: one token that attends to every slot, or a first pass over an empty cache.
     """
     this = running.get()
     if this is not None:

@@ -16,7 +16,7 @@ from draftproof.core.tree import lineage
 from draftproof.models.cuda_graphs import CapturedGraphs
 
 SIZE_CLASSES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of rows that passes are recorded for; others are padded to the next one. Beyond, to a multiple of the last."""
+"""Numbers of rows that passes are recorded for; others are padded to the next one, or to a multiple of the last."""
 
 WIDEST: Final = 64
 """Tokens of a row in a pass, at most, as in the attention kernel; longer ones are read in packed passes."""
@@ -90,7 +90,8 @@ class DevicePass:
         """Return a mask for each kind of layer that only names the kind, by its width; see `PackedPass`."""
         device = self.tokens.device
         return {
-            kind: torch.ones((1, 1, 1, i + 1), dtype=torch.bool, device=device) for i, (kind, _) in enumerate(self.kinds)
+            kind: torch.ones((1, 1, 1, i + 1), dtype=torch.bool, device=device)
+            for i, (kind, _) in enumerate(self.kinds)
         }
 
     def attention(

@@ -30,6 +30,7 @@ from draftproof.models.compatibility import (
 )
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.device_pass import DevicePass, DevicePool
+from draftproof.models.fused import Fusion, fuse
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import View, additive_mask, chain_view, take_over_alibi, tree_view
 from draftproof.models.packed import PackedPass, Span, running
@@ -55,10 +56,18 @@ class HFModel:
     graphs   on a GPU, capture short passes as CUDA graphs and replay them
     drafter  the model drafts: it cannot change the text's distribution, so less is probed
     probed   the caller has probed the model that this one is a part of
+    fused    on a GPU, run layers that are built like Llama's with few kernels (fused.py), which costs a copy of their
+             weights. Weights that change in place afterwards are not followed
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, graphs: bool = True, drafter: bool = False, probed: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        graphs: bool = True,
+        drafter: bool = False,
+        probed: bool = False,
+        fused: bool = True,
     ) -> None:
         if model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} has an encoder: use EncoderDecoder (models/encoder_decoder.py)")
@@ -68,6 +77,7 @@ class HFModel:
             run_once(model)
         self._net = copy_for_slot_cache(model, packed=packing_refusal(model) is None)
         self._config = decoder_config(self._net)
+        self.fusion = fuse(self._net) if fused and not is_quantized(model) else Fusion()
         self._alibi = take_over_alibi(self._net)
         self._layers = cached_layers(self._config)
         self._windows = attention_windows(self._config)
@@ -102,7 +112,7 @@ class HFModel:
         """
         if count not in self._parts:
             graphs = self.graph_cache.refusal is None
-            self._parts[count] = HFModel(copy_first_layers(self._net, count), graphs=graphs, probed=True)
+            self._parts[count] = HFModel(copy_first_layers(self._net, count), graphs=graphs, probed=True, fused=False)
         return self._parts[count]
 
     def __call__(

@@ -79,7 +79,8 @@ class PackedPass:
         """
         device = self.tokens.device
         return {
-            kind: torch.ones((1, 1, 1, i + 1), dtype=torch.bool, device=device) for i, (kind, _) in enumerate(self.kinds)
+            kind: torch.ones((1, 1, 1, i + 1), dtype=torch.bool, device=device)
+            for i, (kind, _) in enumerate(self.kinds)
         }
 
     def pieces(self, kind: int, group: int, dtype: torch.dtype) -> list[Piece]:

@@ -172,7 +172,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers dispatch
 
     def __init__(self, keys: Tensor, values: Tensor, slots: Int[Tensor, " N"]) -> None:
         super().__init__()
-        self.keys, self.values, self._slots = keys, values, slots
+        self.keys, self.values, self.slots = keys, values, slots
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -182,8 +182,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers dispatch
         self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write a pass's keys and values to their slots, and return the whole pool, `[1, heads, slots, size]`."""
-        self.keys.index_copy_(0, self._slots, key_states[0].transpose(0, 1))
-        self.values.index_copy_(0, self._slots, value_states[0].transpose(0, 1))
+        self.keys.index_copy_(0, self.slots, key_states[0].transpose(0, 1))
+        self.values.index_copy_(0, self.slots, value_states[0].transpose(0, 1))
         return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

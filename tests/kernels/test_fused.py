@@ -1,0 +1,108 @@
+"""Fused layers give the logits of the modules they replace, over a pool, on a GPU or in Triton's interpreter."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftproof.core import device as core_device
+from draftproof.models.device_pass import DevicePool
+from draftproof.models.fused import Fusion
+from draftproof.models.hf import HFModel
+from draftproof.models.pool import KVPool
+
+pytest.importorskip("triton")
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES = {
+    "llama": Fusion(norms=5, attentions=2, gates=2),
+    "qwen2": Fusion(norms=5, attentions=2, gates=2),
+    "qwen3": Fusion(norms=9, attentions=2, gates=2),
+    "mistral": Fusion(norms=5, attentions=2, gates=2),
+    "olmo2": Fusion(norms=9, attentions=0, gates=2),
+    "gemma2": Fusion(norms=9, attentions=2, gates=2),
+    "gemma3_text": Fusion(norms=13, attentions=2, gates=2),
+    "gpt_neox": Fusion(),
+}
+"""What is replaced: OLMo 2 normalises all heads at once, which keeps its attention as it is."""
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch, device):
+    if device == "cpu":
+        monkeypatch.setattr(core_device, "HOST", "none")
+        monkeypatch.setattr(core_device, "KERNEL_DEVICES", ("cpu",))
+
+
+def tiny(family, device, dtype=torch.float32):
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(family, **SIZES)
+    model = AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight))
+    return model
+
+
+def passes(model, fused, device):
+    """Return the logits of two rows of 3 tokens, then of 2 more tokens in the first and 1 in the second."""
+    served = HFModel(model, graphs=False, probed=True, fused=fused)
+    pool = KVPool(served.kv_shapes(), 4, torch.device(device), spare=1)
+    for buffer in (*pool.keys, *pool.values):
+        buffer.fill_(torch.nan)
+    where = DevicePool(pool.keys, pool.values, 4 * 64, 128)
+    tokens = torch.tensor([[3, 4, 5], [6, 7, 8]], device=device)
+    first = served.device_pass(tokens, torch.tensor([[0, 64], [0, 0], [3, 3]], device=device), where).logits
+    more = torch.tensor([[9, 10], [11, 0]], device=device)
+    second = served.device_pass(more, torch.tensor([[0, 64], [3, 3], [2, 1]], device=device), where).logits
+    return served, torch.cat([first[0], first[1], second[0], second[1, :1]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_logits_are_those_of_the_modules(family, device):
+    model = tiny(family, device)
+    served, logits = passes(model, True, device)
+    found = served.fusion
+    wanted = FAMILIES[family]
+    assert (found.norms, found.attentions, found.gates) == (wanted.norms, wanted.attentions, wanted.gates)
+    texts = ([3, 4, 5, 9, 10], [6, 7, 8, 11])
+    one, other = (model(torch.tensor([text], device=device)).logits[0] for text in texts)
+    plain = torch.cat([one[:3], other[:3], one[3:], other[3:]])
+    assert (logits - plain).abs().max() < 1e-4 * plain.abs().max()
+    _, apart = passes(model, False, device)
+    assert (apart - plain).abs().max() < 1e-4 * plain.abs().max()
+
+
+def test_the_model_passed_in_is_unchanged(device, tmp_path):
+    model = tiny("llama", device)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    kinds = [type(module) for module in model.modules()]
+    HFModel(model, graphs=False, probed=True)
+    assert [type(module) for module in model.modules()] == kinds
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(weight.to(device), before[name]) for name, weight in again.state_dict().items())
+
+
+def test_a_module_that_computes_something_else_is_kept(device):
+    """The control of the comparison: a norm with a shift, a gate with another activation, scores that are scaled."""
+    model = tiny("llama", device)
+    model.model.norm.forward = lambda x: x + 1
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.ReLU()
+        layer.self_attn.forward = lambda hidden_states, **options: (hidden_states, None)
+    found = HFModel(model, graphs=False, probed=True).fusion
+    assert (found.norms, found.attentions, found.gates) == (4, 0, 0)
