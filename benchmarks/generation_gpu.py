@@ -1,4 +1,4 @@
-"""Measure generation on a GPU: passes, rounds and tokens per second of an 8B-shaped pair, beside transformers."""
+"""Measure generation on a GPU: passes, rounds and tokens per second of an 8B-shaped pair, beside transformers.
 
     python benchmarks/generation_gpu.py [--parts profile pass reading one batch long transformers] [--out FILE]
 
