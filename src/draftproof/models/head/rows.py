@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftproof.core.device import to_device
+from draftproof.core.device import is_cpu, to_device
 from draftproof.models.cuda_graphs import CapturedGraphs
 from draftproof.models.head.network import FittedHead, Head, attend
 from draftproof.models.packed import PackedPass, Piece, Span
@@ -25,7 +25,7 @@ class HeadRows:
         self._head, self._network = head, head.head
         device = head.table.device
         self.pool = KVPool([self._network.kv_shape], pages, device)
-        if device.type != "cpu":
+        if not is_cpu(device):
             # A gathered row is read as far as the longest: a masked slot has weight zero, and zero times NaN is NaN.
             for buffer in (*self.pool.keys, *self.pool.values):
                 buffer.zero_()
