@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftproof.core import device as core_device
 from draftproof.kernels import attention
 from draftproof.kernels.attention_reference import decode_attention_reference
+from draftproof.models import compatibility, hf
 from draftproof.models import cuda_graphs as graphs
-from draftproof.models import hf
 from draftproof.models.fused import Fusion
 
 
@@ -66,9 +66,12 @@ def reference_attention(*tensors, capacity=None, ancestors=None, **options):
 
 
 class FakeGraphs:
-    """Replaces graph capture, and counts how many passes were `recorded` and how often they were `replayed`."""
+    """Replaces graph capture, and counts how many passes were `recorded` and how often they were `replayed`.
 
-    def __init__(self, monkeypatch):
+    pooled  rows lie in a pool; else passes are rectangular, as without Triton
+    """
+
+    def __init__(self, monkeypatch, *, pooled=True):
         self.recorded, self.replayed = 0, 0
         replay = FakeGraph.replay
 
@@ -81,7 +84,7 @@ class FakeGraphs:
         monkeypatch.setattr(graphs, "sync_warnings", nullcontext)
         monkeypatch.setattr(graphs, "capturable", lambda tokens: tokens.shape[1] <= graphs.WIDEST)
         monkeypatch.setattr(core_device, "HOST", "none")
-        monkeypatch.setattr(core_device, "KERNEL_DEVICES", ("cuda", "cpu"))
+        monkeypatch.setattr(compatibility, "runs_kernels", lambda device: pooled)
         monkeypatch.setattr(attention, "decode_attention", reference_attention)
         monkeypatch.setattr(hf, "fuse", lambda model: Fusion())  # interpreted kernels are slow; see test_fused.py
 

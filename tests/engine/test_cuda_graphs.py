@@ -41,6 +41,15 @@ def test_captured_passes_give_the_texts_of_launched_ones(monkeypatch, name):
     wanted = texts(name)
     graphs = FakeGraphs(monkeypatch)
     assert texts(name) == wanted
+    assert graphs.recorded >= 1
+    assert graphs.replayed > 10
+
+
+@pytest.mark.parametrize("name", ["none", "model", "ngram tree"])
+def test_rectangular_passes_give_the_texts_of_launched_ones(monkeypatch, name):
+    wanted = texts(name)
+    graphs = FakeGraphs(monkeypatch, pooled=False)
+    assert texts(name) == wanted
     assert graphs.recorded >= 2
     assert graphs.replayed > 10
 
@@ -51,11 +60,26 @@ def long_text():
     return engine.generate([list(PROMPT) * 25], temperature=0, max_tokens=40)[0].tokens
 
 
-def test_graphs_are_captured_anew_when_buffers_grow(monkeypatch):
+def test_graphs_are_captured_anew_when_rectangular_buffers_grow(monkeypatch):
+    wanted = long_text()
+    graphs = FakeGraphs(monkeypatch, pooled=False)
+    assert long_text() == wanted
+    assert graphs.recorded >= 2
+
+
+def test_over_a_pool_one_recording_serves_a_growing_text(monkeypatch):
     wanted = long_text()
     graphs = FakeGraphs(monkeypatch)
     assert long_text() == wanted
-    assert graphs.recorded >= 2
+    assert graphs.recorded == 1
+
+
+def test_over_a_pool_rows_come_and_go_without_a_new_recording(monkeypatch):
+    """Of one, two and three rows: a recording each, however many requests there are and however long they are."""
+    graphs = FakeGraphs(monkeypatch)
+    engine = dp.load(llama(max_length=1024), None, max_batch=3)
+    engine.generate(PROMPTS * 4, [S(seed=i) for i in range(16)], max_tokens=[9, 30, 17, 40] * 4)
+    assert graphs.recorded == 3
 
 
 def passes_around_growth():
@@ -70,7 +94,7 @@ def passes_around_growth():
 
 
 def test_graphs_are_dropped_with_their_buffers(monkeypatch):
-    graphs = FakeGraphs(monkeypatch)
+    graphs = FakeGraphs(monkeypatch, pooled=False)
     first, *others = passes_around_growth()
     assert all(torch.equal(first, other) for other in others)
     assert graphs.recorded == 2
@@ -80,7 +104,7 @@ def test_graphs_are_dropped_with_their_buffers(monkeypatch):
 
 
 def test_a_rebound_length_is_detected(monkeypatch):
-    FakeGraphs(monkeypatch)
+    FakeGraphs(monkeypatch, pooled=False)
     right = HFModel._logits_and_states
 
     def rebinding(self, tokens, lengths, **options):

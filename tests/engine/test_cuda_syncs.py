@@ -192,15 +192,15 @@ def test_the_counter_finds_a_sync(monkeypatch):
 def test_a_row_without_a_distribution_fails_alone_by_the_reference(monkeypatch):
     """The kernels flag NaN in one row, and the reference says what it is; the other row continues."""
     model = llama()
-    right_pass = HFModel._pass
+    right_pass = HFModel.device_pass
 
-    def broken(self, tokens, lengths, *args):
-        out = right_pass(self, tokens, lengths, *args)
-        if len(tokens) == 2 and int(lengths[0]) > len(PROMPT):
+    def broken(self, tokens, places, *args, **options):
+        out = right_pass(self, tokens, places, *args, **options)
+        if len(tokens) == 2 and int(places[1, 0]) > len(PROMPT):
             out.logits[0, :, 0] = torch.nan
         return out
 
-    monkeypatch.setattr(HFModel, "_pass", broken)
+    monkeypatch.setattr(HFModel, "device_pass", broken)
     SyncCounter().install(monkeypatch)
     engine = dp.load(model, "ngram", num_draft_tokens=2)
     one, other = engine.generate([list(PROMPT)] * 2, [S(seed=1), S(seed=2)], max_tokens=4)

@@ -192,7 +192,7 @@ class Misbehaving(NGram):
     ("does", "seen"),
     [
         (lambda draft: bool((draft.lengths > 0).any()), "__bool__"),
-        (lambda draft: draft.tokens.tolist(), "item"),
+        (lambda draft: draft.lengths.tolist(), "item"),
         (lambda draft: torch.tensor([1], device=draft.tokens.device), "_to_copy"),
         (lambda draft: torch.ones(2).to(draft.tokens.device), "_to_copy"),
         (lambda draft: draft.lengths.copy_(torch.ones(len(draft.lengths), dtype=torch.long)), "copy_"),

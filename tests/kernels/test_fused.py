@@ -28,10 +28,10 @@ SIZES = {
     "eos_token_id": None,
 }
 FAMILIES = {
-    "llama": Fusion(norms=5, attentions=2, gates=2, layers=2),
-    "qwen2": Fusion(norms=5, attentions=2, gates=2, layers=2),
-    "qwen3": Fusion(norms=9, attentions=2, gates=2, layers=2),
-    "mistral": Fusion(norms=5, attentions=2, gates=2, layers=2),
+    "llama": Fusion(norms=5, attentions=2, gates=2),
+    "qwen2": Fusion(norms=5, attentions=2, gates=2),
+    "qwen3": Fusion(norms=9, attentions=2, gates=2),
+    "mistral": Fusion(norms=5, attentions=2, gates=2),
     "olmo2": Fusion(norms=9, attentions=0, gates=2),
     "gemma2": Fusion(norms=9, attentions=2, gates=2),
     "gemma3_text": Fusion(norms=13, attentions=2, gates=2),
@@ -108,4 +108,4 @@ def test_a_module_that_computes_something_else_is_kept(device):
         layer.mlp.act_fn = torch.nn.ReLU()
         layer.self_attn.forward = lambda hidden_states, **options: (hidden_states, None)
     found = HFModel(model, graphs=False, probed=True).fusion
-    assert (found.norms, found.attentions, found.gates, found.layers) == (4, 0, 0, 0)
+    assert (found.norms, found.attentions, found.gates) == (4, 0, 0)

@@ -178,7 +178,7 @@ def test_windows_chunks_softcap_and_sinks_matter(name, monkeypatch):
     else:
         bias = packed._bias
         monkeypatch.setattr(
-            packed, "_bias", lambda span, first, kind, size, group, dtype: bias(span, first, kind, None, group, dtype)
+            packed, "_bias", lambda span, first, kind, size, *rest: bias(span, first, kind, None, *rest)
         )
     with pytest.raises(AssertionError):
         test_chunks_of_one_row_in_one_pass_equal_separate_passes(name)

@@ -289,14 +289,15 @@ class Reader:
     def _settle(self) -> None:
         """Bring the rows up to date: with what was drafted, and with the chunks of prompts that are to be read."""
         self._receive_drafted()
-        if not self._to_read:
+        rows = self._rows
+        if not self._to_read or not isinstance(rows, PooledRows):
             return
         chunks, self._to_read = self._to_read, []
         try:
-            self.rows.score([], reading=chunks)
+            rows.score([], reading=chunks)
         except Exception:
             for chunk in chunks:  # they hold what they held before, and read the rest when they draft
-                self._known[chunk.row].read = self.rows.length(chunk.row)
+                self._known[chunk.row].read = rows.length(chunk.row)
             raise
 
     def _receive_drafted(self) -> None:

@@ -66,7 +66,7 @@ def rotate_and_write(
                 values.stride(0), eps, HEADS=heads, KV_HEADS=kv_heads, SIZE=size, ROTARY=rotary, HALF=rotary // 2,
                 BLOCK=_power_of_2(size), NORM=norms is not None, PLUS_ONE=plus_one, num_warps=1,
             )  # fmt: skip
-    return qkv[:, : heads * size].unflatten(1, (heads, size))
+    return qkv[:, : heads * size].view(N, heads, size)
 
 
 def _power_of_2(n: int) -> int:

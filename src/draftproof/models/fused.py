@@ -32,7 +32,6 @@ class Fusion:
     norms: int = 0
     attentions: int = 0
     gates: int = 0
-    layers: int = 0
     bytes: int = 0
 
 
@@ -48,8 +47,7 @@ def fuse(model: PreTrainedModel) -> Fusion:
                 setattr(module, name, norm)
                 made.norms += 1
     parent, name = stack
-    layers = getattr(parent, name)
-    for i, layer in enumerate(layers):
+    for layer in getattr(parent, name):
         for part, child in list(layer.named_children()):
             if (gated := FusedMLP.of(child)) is not None:
                 setattr(layer, part, gated)
@@ -59,9 +57,6 @@ def fuse(model: PreTrainedModel) -> Fusion:
                 setattr(layer, part, attention)
                 made.attentions += 1
                 made.bytes += attention.merged.nbytes
-        if (whole := FusedLayer.of(layer)) is not None:
-            layers[i] = whole
-            made.layers += 1
     return made
 
 
@@ -119,14 +114,10 @@ class FusedMLP(nn.Module):
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down_proj(self.gated(x))
-        return made
-
-    def gated(self, x: Tensor) -> Tensor:
-        """Return what the last product is given."""
         from draftproof.kernels.layer import gate
 
-        return gate(linear(x, self.merged, self.merged_bias), tanh=self.tanh)
+        made: Tensor = self.down_proj(gate(linear(x, self.merged, self.merged_bias), tanh=self.tanh))
+        return made
 
 
 class FusedAttention(nn.Module):
@@ -186,7 +177,8 @@ class FusedAttention(nn.Module):
                 **options,
             )
             return result
-        return self.original.o_proj(
+        own: Any = self.original
+        return own.o_proj(
             self.attended(this, hidden_states, position_embeddings, attention_mask, past_key_values)
         ), None
 
@@ -226,57 +218,6 @@ class FusedAttention(nn.Module):
             {"softcap": self.softcap},
         )
         return attended.flatten(2)
-
-
-class FusedLayer(nn.Module):
-    """A layer that adds attention and MLP to its input, each after a norm: the products add to it by themselves."""
-
-    PARTS: Final = {
-        "input_layernorm": FusedNorm,
-        "self_attn": FusedAttention,
-        "post_attention_layernorm": FusedNorm,
-        "mlp": FusedMLP,
-    }
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        self.original = original
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the layer that is replaced: models ask their layers for their kind of attention."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("original"), name)
-
-    @classmethod
-    def of(cls, layer: nn.Module) -> "FusedLayer | None":
-        """Return the fused form of a layer whose parts are all fused and put together as in Llama; else None."""
-        parts = dict(layer.named_children())
-        if set(parts) != set(cls.PARTS) or any(type(parts[name]) is not kind for name, kind in cls.PARTS.items()):
-            return None
-        own: Any = layer
-        if own.self_attn.original.o_proj.bias is not None or own.mlp.down_proj.bias is not None:
-            return None
-        made = cls(layer)
-        return made if _runs_alike(layer, made, own.self_attn) else None
-
-    def forward(self, hidden_states: Tensor, *positional: Any, **options: Any) -> Any:
-        this, own = running.get(), self.original
-        embeddings = options.get("position_embeddings")
-        if positional or not isinstance(this, DevicePass) or embeddings is None:
-            return own(hidden_states, *positional, **options)
-        parts: Any = own
-        attended = parts.self_attn.attended(
-            this,
-            parts.input_layernorm(hidden_states),
-            embeddings,
-            options.get("attention_mask"),
-            options.get("past_key_values"),
-        )
-        hidden = torch.addmm(hidden_states[0], attended[0], parts.self_attn.original.o_proj.weight.t())
-        gated = parts.mlp.gated(parts.post_attention_layernorm(hidden))
-        return torch.addmm(hidden, gated, parts.mlp.down_proj.weight.t())[None]
 
 
 def _merged(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -323,37 +264,33 @@ def _close(wanted: Any, got: Any) -> bool:
 
 
 def _attends_alike(module: nn.Module, made: FusedAttention) -> bool:
-    """Return whether two attention modules compute the same, but for rounding."""
-    own: Any = module
-    return own.v_proj.out_features == own.k_proj.out_features and _runs_alike(module, made, made)
-
-
-def _runs_alike(module: nn.Module, made: nn.Module, attention: FusedAttention) -> bool:
-    """Return whether two modules compute the same in a pass over a small pool, and write the same to it."""
+    """Return whether two attention modules compute the same in a pass over a small pool, and write the same to it."""
     from transformers.cache_utils import Cache as TransformersCache
 
     from draftproof.models.pool import PoolLayer
 
-    own: Any = attention.original
-    device, dtype, size = attention.merged.device, attention.merged.dtype, attention.size
+    own: Any = module
+    if own.v_proj.out_features != own.k_proj.out_features:
+        return False
+    device, dtype, size = made.merged.device, made.merged.dtype, made.size
     places = torch.tensor([[0, 8], [0, 0], [3, 2]], device=device)
     this = DevicePass(torch.zeros((2, 3), dtype=torch.long, device=device), places, 16, 8, (("full_attention", None),))
     angle = this.positions[0, :, None].float() * torch.linspace(0.1, 1.0, size // 2, device=device)
     embeddings = tuple(f(torch.cat([angle, angle], -1)).to(dtype)[None] for f in (torch.cos, torch.sin))
     scale = torch.linspace(0.5, 1.5, 6, device=device, dtype=dtype)[:, None]
-    hidden = _numbers((attention.merged.shape[1],), attention.merged)[:1].expand(6, -1) * scale
+    hidden = _numbers((made.merged.shape[1],), made.merged)[:1].expand(6, -1) * scale
     mask = next(iter(this.placeholders().values()))
     outputs = []
     token = running.set(this)
     try:
         for each in (module, made):
-            pools = [torch.zeros((24, own.k_proj.out_features // size, size), dtype=dtype, device=device) for _ in "kv"]
-            past = TransformersCache(layers=[PoolLayer(*pools, this.slots)] * (attention.layer_idx + 1))
+            shape = (24, own.k_proj.out_features // size, size)
+            keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            past = TransformersCache(layers=[PoolLayer(keys, values, this.slots)] * (made.layer_idx + 1))
             result = each(
                 hidden_states=hidden[None], position_embeddings=embeddings, attention_mask=mask, past_key_values=past
             )
-            result = result[0] if isinstance(module, type(own)) else result
-            outputs.append((result.view(2, 3, -1)[:, :2], *(pool[:10] for pool in pools)))
+            outputs.append((result[0].view(2, 3, -1)[:, :2], keys[:10], values[:10]))
     except Exception:  # a module that wants other arguments is not what it looks like
         return False
     finally:

@@ -1,10 +1,13 @@
 """The small steps of a decoder layer, each one kernel: norm, rotary embedding with the write into the pool, gating."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
 
 @triton.jit
+@no_type_check
 def rms_norm(x, weight, out, stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr,
              ROUND_FIRST: tl.constexpr):  # fmt: skip
     """Normalise one row by the root of its mean square, and scale it by `weight`, or by 1 + `weight`.
@@ -27,6 +30,7 @@ def rms_norm(x, weight, out, stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
+@no_type_check
 def gate(both, out, stride, inner, BLOCK: tl.constexpr, TANH: tl.constexpr):
     """Multiply the second half of a row by the activation of its first half: SiLU, or GELU by tanh."""
     row = tl.program_id(0).to(tl.int64)
@@ -46,6 +50,7 @@ def gate(both, out, stride, inner, BLOCK: tl.constexpr, TANH: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def rotate_and_write(qkv, cos, sin, keys, values, slots, q_weight, k_weight, stride, cos_stride, key_stride,
                      value_stride, eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
                      ROTARY: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
