@@ -7,6 +7,7 @@ import draftproof as dp
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
+from draftproof.engine.draft_length import Costs
 from draftproof.models.cuda_graphs import WARMUP_PASSES, CapturedGraphs
 from draftproof.models.hf import HFModel
 from engine.fake_graphs import FakeGraphs
@@ -80,6 +81,16 @@ def test_over_a_pool_rows_come_and_go_without_a_new_recording(monkeypatch):
     engine = dp.load(llama(max_length=1024), None, max_batch=3)
     engine.generate(PROMPTS * 4, [S(seed=i) for i in range(16)], max_tokens=[9, 30, 17, 40] * 4)
     assert graphs.recorded == 3
+
+
+def test_rounds_that_record_do_not_count_as_what_a_round_costs(monkeypatch):
+    """They take many times as long, and automatic draft lengths would give up on a drafter that pays."""
+    FakeGraphs(monkeypatch)
+    engine = dp.load(llama(), None)
+    times = []
+    monkeypatch.setattr(Costs, "update", lambda *args: times.append(args))
+    rounds = engine.generate([list(PROMPT)], temperature=0, max_tokens=20)[0].stats.rounds
+    assert len(times) == rounds - WARMUP_PASSES - 1
 
 
 def passes_around_growth():

@@ -20,6 +20,7 @@ from draftproof.engine.draft_length import AutoLength, DraftLengths
 from draftproof.engine.prefix_cache import MOST_IDLE, Found, PrefixCache
 from draftproof.engine.request import Session, TokenLogprobs
 from draftproof.engine.round import Clock, Emitted, Parts, advance
+from draftproof.models.cuda_graphs import launches
 from draftproof.models.extents import PAGE
 from draftproof.models.pool import PoolFull, pages_within
 from draftproof.models.rows import PackedModel, PooledRows, Read, Reading, RectangularRows, open_rows
@@ -118,12 +119,13 @@ class Scheduler:
             running = list(self.running)
             if not running and not reading:
                 return []
+            before = launches.total()
             try:
                 emitted, read = self._round(running, lengths, parts, clock, reading)
             except Exception as error:  # the pass itself failed: none of its rows can go on
                 return _failed([*running, *{s.id: s for s, _ in reading}.values()], error)
             failed = self._record_reading(reading, read, parts, clock)
-            self._record(running, emitted, clock, alone=not reading)
+            self._record(running, emitted, clock, is_typical=not reading and launches.total() == before)
             return [*zip(running, emitted, strict=True), *failed]
 
     def _round(
@@ -378,14 +380,14 @@ class Scheduler:
         self.reading = [s for s in self.reading if s.id not in done]
         return list(failed.values())
 
-    def _record(self, rows: list[Session], emitted: list[Emitted], clock: Clock, *, alone: bool) -> None:
+    def _record(self, rows: list[Session], emitted: list[Emitted], clock: Clock, *, is_typical: bool) -> None:
         for session, row in zip(rows, emitted, strict=True):
             session.stats.record_round(row.drafted, row.accepted)
             session.target_outputs = row.target_outputs
             self.lengths.record_draft(session, row.drafted, row.accepted)
             for stage, seconds in clock.seconds.items():
                 session.stats.seconds[stage] += seconds / len(rows)
-        if rows and alone:
+        if rows and is_typical:
             self.lengths.record_time(clock.seconds, [row.drafted for row in emitted])
 
 

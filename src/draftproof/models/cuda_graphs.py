@@ -27,6 +27,10 @@ WIDEST: Final = 33
 SWITCHED_OFF: Final = "switched off"
 """The `GraphCache.refusal` of a user who does not want CUDA graphs."""
 
+launches: Counter[str] = Counter()
+"""Passes of this process that could be replayed one day and were launched instead, by what was done: times measured
+around them say nothing about later ones."""
+
 Tensors = tuple[Tensor, ...]
 
 Body = Callable[..., Tensors]
@@ -50,6 +54,7 @@ class GraphCache:
         kind = (*(tensor.shape for tensor in inputs), variant)
         found = graphs.by_kind.get(kind)
         if found is None or found.reach < reach:
+            launches["first passes"] += 1
             graphs.times[kind, reach] += 1
             if graphs.times[kind, reach] < WARMUP_PASSES:
                 return body(*inputs)
