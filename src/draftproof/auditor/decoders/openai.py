@@ -229,7 +229,8 @@ class _Connection:
             answer = self._send(client, path, body)
             if answer.status_code not in BUSY:
                 return self._parsed(path, answer)
-            wait = _retry_after(answer) or pause
+            asked = _retry_after(answer)
+            wait = pause if asked is None else asked
             if time.monotonic() + wait > deadline:
                 raise RuntimeError(
                     f"{self.base}{path} was busy for {self.timeout:g} seconds ({answer.status_code}): "
