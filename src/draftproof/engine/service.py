@@ -10,7 +10,7 @@ from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from draftproof.core.sampling import SamplingParams, is_whole
-from draftproof.engine.request import Chunk, Output, Session, raise_error
+from draftproof.engine.request import Chunk, Output, Session, TokenLogprobs, raise_error
 from draftproof.models.rows import PooledRows
 from draftproof.models.tokenizer import OnePrompt
 
@@ -41,6 +41,15 @@ class RequestStream:
     @property
     def id(self) -> int:
         return self._session.id
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self._session.request.prompt
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Return the log-probabilities of the prompt's tokens; all are there when the first chunk is."""
+        return self._session.prompt_logprobs
 
     def __iter__(self) -> Iterator[Chunk]:
         try:
@@ -178,6 +187,13 @@ class Service:
     def waiting(self) -> int:
         """Return the number of requests that wait for a place."""
         return self._loop.waiting
+
+    @property
+    def max_length(self) -> int | None:
+        """Return the most tokens of one text, prompt counted: what the model and the pool have room for."""
+        rows = self._loop.scheduler.rows
+        limits = [self.engine._max_length, rows.tokens if isinstance(rows, PooledRows) else None]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def kv_usage(self) -> float:
