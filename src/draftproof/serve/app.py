@@ -30,6 +30,9 @@ from draftproof.serve.submit import check_model
 PAGE: Final = Path(__file__).parent / "page"
 """The page `/` and its files."""
 
+LOOK: Final = Path(draftproof.__file__).parent / "explain" / "look.css"
+"""The style that the page shares with `draftproof explain`."""
+
 
 class ErrorObject(BaseModel):
     message: str
@@ -196,7 +199,7 @@ def _add_page(app: FastAPI) -> list[str]:
         return file
 
     app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
-    files = sorted(path for path in PAGE.glob("*") if path.suffix in (".css", ".js", ".html"))
+    files = [LOOK, *sorted(path for path in PAGE.glob("*") if path.suffix in (".css", ".js", ".html"))]
     for path in files:
         app.add_api_route(f"/{path.name}", file_route(path), methods=["GET"], include_in_schema=False)
     return ["/", *(f"/{path.name}" for path in files)]
