@@ -30,12 +30,13 @@ class Fake:
     busy: int = 0
     retry: str | None = "0"
     answer: tuple[int, str] | None = None
-    traced: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    decoding: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the decoder runs: transformers' takes one text at a time."""
 
     def reply(self, path: str, body: dict[str, Any] | None, key: str | None) -> tuple[int, Any, dict[str, str]]:
         """Return status, JSON and headers of an answer."""
@@ -60,7 +61,10 @@ class Fake:
         fields |= {"repetition_penalty": body["repeat_penalty"]} if llama else {}
         sampling = SamplingParams(**fields, top_k=body["top_k"] or None)
         assert self.decoder is not None
-        [sample] = self.decoder.decode([body["prompt"]], sampling, max_tokens=body["max_tokens"], seeds=[body["seed"]])
+        with self.decoding:
+            [sample] = self.decoder.decode(
+                [body["prompt"]], sampling, max_tokens=body["max_tokens"], seeds=[body["seed"]]
+            )
         if llama:
             return {"content": "", "tokens": list(sample.tokens) if body.get("return_tokens") else []}
         choice: dict[str, Any] = {"index": 0, "text": ""}
