@@ -61,42 +61,70 @@ class Size(click.ParamType[int | float]):
 @click.argument("model", required=False)
 @engine_options()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all of them.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 picks a free one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 picks a free one."
+)
 @click.option("--served-model-name", metavar="NAME", help="Name of the model in requests. [default: MODEL]")
 @click.option(
-    "--api-key", "api_keys", multiple=True, envvar="DRAFTPROOF_API_KEY", metavar="KEY",
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    envvar="DRAFTPROOF_API_KEY",
+    metavar="KEY",
     help="Ask for this key, as Authorization: Bearer KEY. Can be given several times, or in DRAFTPROOF_API_KEY. "
     "/health and the page stay open.",
 )
 @click.option(
-    "--cors-origin", "cors_origins", multiple=True, metavar="URL",
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="URL",
     help="Let web pages of this origin call the server; * for all. Can be given several times.",
 )
 @click.option("--max-batch", type=click.IntRange(1), default=16, show_default=True, help="Texts that advance together.")
 @click.option(
-    "--max-queue", type=click.IntRange(1), default=256, show_default=True,
+    "--max-queue",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
     help="Texts that may wait for a place; more are refused with 429.",
 )
-@click.option("--max-length", type=click.IntRange(2), help="Most tokens of a text, prompt included. [default: the model's]")
+@click.option(
+    "--max-length", type=click.IntRange(2), help="Most tokens of a text, prompt included. [default: the model's]"
+)
 @click.option("--max-prompt", type=click.IntRange(1), help="Most tokens of a prompt. [default: what the model takes]")
 @click.option(
-    "--kv-memory", type=Size(share=True), default="0.25", show_default=True, metavar="SIZE",
+    "--kv-memory",
+    type=Size(share=True),
+    default="0.25",
+    show_default=True,
+    metavar="SIZE",
     help="Memory for keys and values: bytes such as 2GiB, or a share of what is free.",
 )
 @click.option(
-    "--request-timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+    "--request-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
     help="End requests that take longer. [default: never]",
 )
 @click.option(
-    "--max-body", type=Size(share=False), default="4MiB", show_default=True, metavar="SIZE",
+    "--max-body",
+    type=Size(share=False),
+    default="4MiB",
+    show_default=True,
+    metavar="SIZE",
     help="Largest body of a request; a larger one is refused with 413.",
 )
 @click.option(
-    "--chat-template", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    "--chat-template",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A Jinja file in place of the tokenizer's chat template.",
 )
 @click.option(
-    "--metrics-prefix", default="draftproof", show_default=True, metavar="NAME",
+    "--metrics-prefix",
+    default="draftproof",
+    show_default=True,
+    metavar="NAME",
     help="Word before the colon in the names of metrics; vllm suits dashboards that look for vLLM's.",
 )
 @click.option("--log-format", type=click.Choice(("text", "json")), default="text", show_default=True, help="Log lines.")
@@ -129,14 +157,16 @@ def check_installed() -> None:
 
 def check_prefix(prefix: str) -> None:
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
-        raise click.BadParameter(f"{prefix!r} is not a name of letters, digits and underscores.", param_hint="--metrics-prefix")
+        raise click.BadParameter(
+            f"{prefix!r} is not a name of letters, digits and underscores.", param_hint="--metrics-prefix"
+        )
 
 
 def banner(choice: str, name: str, host: str, port: int, keys: tuple[str, ...]) -> str:
     """Return what is printed when the server is ready."""
     place = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     url = f"http://{place}:{port}"
-    key = " -H \"Authorization: Bearer $KEY\"" if keys else ""
+    key = ' -H "Authorization: Bearer $KEY"' if keys else ""
     body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 60}'
     lines = [
         f"Serving {name} ({choice})",

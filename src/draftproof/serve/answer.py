@@ -1,4 +1,4 @@
-"""Answer a request for texts, whole or as a stream of events; chat and text completions differ in their choices only."""
+"""Answer a request for texts, whole or as a stream of events; chats and text completions differ in their choices."""
 
 import asyncio
 import time
@@ -62,7 +62,10 @@ class Answer(ABC):
             pass
         choices = [self.choice(text) for text in self.texts]
         return (
-            self._envelope(self.whole_object, choices) | {"usage": usage(self.texts)} | reports(self.texts) | self.extras()
+            self._envelope(self.whole_object, choices)
+            | {"usage": usage(self.texts)}
+            | reports(self.texts)
+            | self.extras()
         )
 
     async def events(self) -> AsyncGenerator[str, None]:

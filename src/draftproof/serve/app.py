@@ -60,9 +60,7 @@ def create_app(state: State) -> FastAPI:
         yield
         await asyncio.to_thread(state.close)
 
-    app = FastAPI(
-        title="draftproof", version=draftproof.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="draftproof", version=draftproof.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     answer_errors(app)
     _add_generation(app, state)
     _add_tokenization(app, state)
@@ -105,7 +103,7 @@ def _add_tokenization(app: FastAPI, state: State) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages")
         tokens = state.preparing.submit(_tokens, state, body).result()
-        answer = {"count": len(tokens), "max_model_len": state.max_length, "tokens": tokens}
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": state.max_length, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = [state.token_texts.text(token) for token in tokens]
         return Json(answer)

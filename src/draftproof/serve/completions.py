@@ -75,7 +75,9 @@ class CompletionAnswer(Answer):
     def _prompt_text(self, text: Text) -> str:
         """Return the prompt as it was given: a text, or the text of token ids."""
         prompt: Any = self.body.prompt
-        given = prompt[text.prompt_index] if isinstance(prompt, list) and prompt and isinstance(prompt[0], str) else prompt
+        given = (
+            prompt[text.prompt_index] if isinstance(prompt, list) and prompt and isinstance(prompt[0], str) else prompt
+        )
         return given if isinstance(given, str) else decode(self.state, text.stream.prompt)
 
     def _whole_logprobs(self, text: Text) -> dict[str, Any] | None:

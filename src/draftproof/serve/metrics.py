@@ -1,5 +1,6 @@
 """Count and time requests for Prometheus, under the names that vLLM's metrics have."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -97,7 +98,7 @@ class Metrics:
         counter = Counter(f"{self._prefix}:{name}", words, ["model_name"], registry=self.registry)
         return counter.labels(self._model)
 
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Any:
+    def _histogram(self, name: str, words: str, buckets: Sequence[float | int]) -> Any:
         made = Histogram(f"{self._prefix}:{name}", words, ["model_name"], registry=self.registry, buckets=buckets)
         return made.labels(self._model)
 

@@ -1,4 +1,4 @@
-"""Guard the app: request ids and logs, API keys and the size of bodies. Pure ASGI: nothing runs per chunk of a stream."""
+"""Guard the app: request ids and logs, API keys and the size of bodies. Pure ASGI: no work for each chunk."""
 
 import json
 import logging

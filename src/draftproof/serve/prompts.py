@@ -76,7 +76,9 @@ def _message(message: Message, at: int) -> dict[str, Any]:
     if given["role"] == "developer":  # OpenAI's newer word, which templates do not know
         given["role"] = "system"
     if message.tool_calls:
-        given["tool_calls"] = [_call(call, f"messages[{at}].tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+        given["tool_calls"] = [
+            _call(call, f"messages[{at}].tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+        ]
     return given
 
 
@@ -117,7 +119,5 @@ def decode(state: State, tokens: Sequence[int]) -> str:
     if outside is not None:
         message = f"token {outside} is outside the vocabulary [0, {state.engine.model.vocab_size})"
         raise ApiError(400, message, param="tokens")
-    text: str = state.tokenizer.decode(
-        list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    text: str = state.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text

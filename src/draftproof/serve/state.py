@@ -14,7 +14,6 @@ from draftproof.serve.settings import Settings
 from draftproof.serve.token_text import TokenTexts
 
 
-
 @dataclass
 class State:
     """A server's state.
@@ -74,5 +73,3 @@ class State:
             failure = self.service.failure
             return f"the engine has stopped: {type(failure).__name__}: {failure}" if failure else "the engine is closed"
         return None
-
-
