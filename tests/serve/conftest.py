@@ -4,6 +4,7 @@ import pytest
 
 from cli.tiny import save_model
 from engine.many_texts import unchecked
+from serve.browser import launched
 from serve.running import load, serving
 
 
@@ -28,6 +29,12 @@ def endless(endless_folder):
     """A server whose texts end by their limit only."""
     with serving(load(endless_folder)) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with launched() as browser:
+        yield browser
 
 
 @pytest.fixture(autouse=True)

@@ -1,62 +1,21 @@
 """The server's page in a browser: what it asks, what it shows, its check, keys, and nothing wider than the screen."""
 
 import re
-import shutil
 from contextlib import contextmanager
 
 import pytest
 
+from serve.browser import ask, in_a_browser, opened
 from serve.page_server import ANSWER, FILES, PageServer, served
 
-CHROMIUM = shutil.which("chromium")
-FLAGS = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-)  # fmt: skip
 WHOLE = "".join(text for text, _ in ANSWER)
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"),
-]
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as host:
-        browser = host.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield browser
-        browser.close()
-
-
-@contextmanager
-def opened(chromium, url, *, width=1280, scheme="light"):
-    """Open the page, and collect its errors and whatever it asks of another server."""
-    tab = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    complaints = []
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
-    tab.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-    tab.on(
-        "request", lambda request: None if request.url.startswith((url, "data:")) else complaints.append(request.url)
-    )
-    tab.goto(url)
-    try:
-        yield tab, complaints
-    finally:
-        tab.close()
+pytestmark = in_a_browser
 
 
 @contextmanager
 def page_of(chromium, fake, **options):
     with served(fake) as url, opened(chromium, url, **options) as (tab, complaints):
         yield tab, complaints
-
-
-def ask(tab, question="Why?"):
-    """Send a question by keyboard, and wait for the end of its answer."""
-    tab.fill("#question", question)
-    tab.press("#question", "Enter")
-    tab.wait_for_selector(".answer[aria-busy=false]:last-child")
 
 
 def test_the_files_name_no_other_server_and_never_make_markup_of_text():

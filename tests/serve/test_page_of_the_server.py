@@ -3,19 +3,16 @@
 import pytest
 
 from draftproof.core.sampling import SamplingParams
-from serve.test_page import CHROMIUM, ask, chromium, opened  # noqa: F401 (a fixture)
+from serve.browser import ask, in_a_browser, opened
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine"),
-]
+pytestmark = in_a_browser
 QUESTION = "the fox and the fox and the fox and the"
 
 
 @pytest.mark.parametrize(
     ("temperature", "rule"), [(0, ""), (0.9, "coupled"), (0.9, "block")], ids=["greedy", "coupled", "block"]
 )
-def test_a_chat_is_the_librarys_text_and_the_check_holds_where_it_is_offered(endless, chromium, temperature, rule):  # noqa: F811
+def test_a_chat_is_the_librarys_text_and_the_check_holds_where_it_is_offered(endless, chromium, temperature, rule):
     options = {"rule": rule} if rule else {}
     sampling = SamplingParams(temperature=temperature, seed=7)
     expected = endless.engine.generate([{"role": "user", "content": QUESTION}], sampling, max_tokens=48, **options)
@@ -41,7 +38,7 @@ def test_a_chat_is_the_librarys_text_and_the_check_holds_where_it_is_offered(end
         assert complaints == []
 
 
-def test_the_load_of_the_server_is_shown(endless, chromium):  # noqa: F811
+def test_the_load_of_the_server_is_shown(endless, chromium):
     with opened(chromium, f"{endless.url}/") as (tab, complaints):
         tab.wait_for_selector("[data-field=running] path[d*=L]", state="attached")
         assert tab.inner_text("[data-field=running] dd") == "0"
