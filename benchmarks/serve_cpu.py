@@ -5,7 +5,7 @@
 
 The bundled model in float32, greedy chats, streamed. A client sends its next request when its last one has ended. All
 servers run during the whole benchmark, and take turns in rotating order; an idle one costs memory only. The requests
-of a turn are the same for all, and no two turns share a prompt, so that no prefix cache answers. A server that is not
+of a turn are the same for all, and no two turns share the beginning of a prompt, so that no prefix cache answers. A server that is not
 installed or does not start is left out with a sentence. vLLM needs the environment of `make test-vllm`; the server of
 this library needs `pip install "draftproof[serve]"`, and so does the load generator (httpx). The load generator runs on
 the same cores as the servers, which costs all of them alike.
@@ -42,7 +42,7 @@ from draftproof.models import bundled
 HERE = Path(__file__).parent
 VLLM = HERE.parent / ".venv-vllm" / "bin" / "vllm"
 START_SECONDS = 300
-"""A server that does not answer /health or /v1/models within this time is left out."""
+"""A server that does not answer /health within this time is left out."""
 REQUEST_SECONDS = 1800
 USAGE = {"stream_options": {"include_usage": True}}
 """Asks for the number of tokens at the end of a stream; transformers sends it unasked, and refuses the field."""
@@ -51,7 +51,7 @@ OURS = "draftproof"
 
 @dataclass(frozen=True)
 class Contender:
-    """A server and the fields that its requests add. Contenders with the same command share one process."""
+    """A server and the fields that its requests add. Each has a process of its own, and so a prefix cache of its own."""
 
     command: tuple[str, ...]
     fields: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def contenders(folder: str, cores: int) -> dict[str, Contender]:
     }
     return {
         OURS: Contender(ours, USAGE),
-        f"{OURS} plain": Contender(ours, USAGE | {"num_draft_tokens": 0}),
+        f"{OURS} plain": Contender((*ours, "--drafter", "none"), USAGE),
         "transformers": Contender(theirs),
         "transformers, continuous batching": Contender((*theirs, *batching)),
         "vLLM": Contender((*vllm, "float32"), USAGE, cpu),
@@ -125,7 +125,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -
                 f"it ended with status {process.returncode}: {lines[-1][:300] if lines else 'no output'}"
             )
         try:
-            if httpx.get(f"{url}/v1/models", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         except httpx.HTTPError:
             pass
@@ -222,14 +222,14 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, int(-(-q * len(ordered) // 1)) - 1))] if ordered else float("nan")
 
 
-def prompts_of(turn: int, count: int, longest: int) -> list[str]:
+def prompts_of(turn: str, count: int, longest: int) -> list[str]:
     """Return the prompts of a turn, all kinds in alternation, each with a beginning of its own."""
     kinds: dict[str, list[str]] = {}
     for prompt in read():
         if len(prompt.prompt) <= longest:
             kinds.setdefault(prompt.kind, []).append(prompt.prompt)
     mixed = [group[i] for i in range(max(map(len, kinds.values()))) for group in kinds.values() if i < len(group)]
-    return [f"[{turn}.{i}] {mixed[(turn + i) % len(mixed)]}" for i in range(count)]
+    return [f"[{turn}.{i}] {mixed[i % len(mixed)]}" for i in range(count)]
 
 
 # ------------------------------------------------------------------------------------------------------------- results
@@ -239,19 +239,23 @@ Cells = dict[int, dict[str, list[Cell]]]
 """Figures by number of clients, contender and turn."""
 
 
+def model_of(name: str, url: str) -> str:
+    """Return the model's name in requests. transformers lists what the hub's cache has, and serves a folder."""
+    if name.startswith("transformers"):
+        return str(bundled.folder())
+    return str(httpx.get(f"{url}/v1/models").json()["data"][0]["id"])
+
+
 def measure(urls: dict[str, str], entrants: dict[str, Contender], asked: argparse.Namespace) -> Cells:
-    models = {name: httpx.get(f"{url}/v1/models").json()["data"][0]["id"] for name, url in urls.items()}
-    if "transformers" in models:  # it lists what the hub's cache has; it serves the folder it was given
-        folder = str(bundled.folder())
-        models |= {name: folder for name in models if name.startswith("transformers")}
+    models = {name: model_of(name, url) for name, url in urls.items()}
     cells: Cells = {}
     names = list(urls)
     for name in names:  # the first request compiles, allocates and packs
-        _run(name, urls, models, entrants, prompts_of(-1, 2, asked.longest), 2, asked.max_tokens)
+        _run(name, urls, models, entrants, prompts_of("warm-up", 2, asked.longest), 2, asked.max_tokens)
     for clients in asked.clients:
         cells[clients] = {name: [] for name in names}
         for turn in range(asked.turns):
-            prompts = prompts_of(turn, clients * asked.requests, asked.longest)
+            prompts = prompts_of(f"{clients}.{turn}", clients * asked.requests, asked.longest)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 cell = _run(name, urls, models, entrants, prompts, clients, asked.max_tokens)
                 cells[clients][name].append(cell)
@@ -373,13 +377,10 @@ def main() -> None:
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        started: dict[tuple[str, ...], str] = {}
         urls: dict[str, str] = {}
         for i, (name, contender) in enumerate(entrants.items()):
             try:
-                if contender.command not in started:
-                    started[contender.command] = stack.enter_context(running(contender, logs / f"{i}.log"))
-                urls[name] = started[contender.command]
+                urls[name] = stack.enter_context(running(contender, logs / f"{i}.log"))
             except RuntimeError as error:
                 left_out[name] = str(error)
                 print(f"left out: {name}: {error}", flush=True)
