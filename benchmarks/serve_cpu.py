@@ -5,14 +5,14 @@
 
 The bundled model in float32, greedy chats, streamed. A client sends its next request when its last one has ended. All
 servers run during the whole benchmark, and take turns in rotating order; an idle one costs memory only. The requests
-of a turn are the same for all, and no two turns share the beginning of a prompt, so that no prefix cache answers. A server that is not
-installed or does not start is left out with a sentence. vLLM needs the environment of `make test-vllm`; the server of
-this library needs `pip install "draftproof[serve]"`, and so does the load generator (httpx). The load generator runs on
-the same cores as the servers, which costs all of them alike.
+of a turn are the same for all, and no two requests begin alike after the template's own words, so that no prefix cache
+answers. A server that is not installed or does not start is left out with a sentence. vLLM needs the environment of
+`make test-vllm`; our server and the load generator need `pip install "draftproof[serve]"`. The load generator runs on
+the same cores as the servers.
 
 Figures: tokens per second of all clients together; time to first token; time between two pieces of text, of which one
 may hold several tokens; and time per token, from a text's first piece to its last. Ratios are medians over turns of
-ratios within a turn. Results are written as JSON and as Markdown. About an hour with vLLM, on two idle cores.
+ratios within a turn. Results are written as JSON and as Markdown.
 """
 
 import argparse
@@ -51,7 +51,7 @@ OURS = "draftproof"
 
 @dataclass(frozen=True)
 class Contender:
-    """A server and the fields that its requests add. Each has a process of its own, and so a prefix cache of its own."""
+    """A server and the fields that its requests add. Each has its own process, and so its own prefix cache."""
 
     command: tuple[str, ...]
     fields: dict[str, Any] = field(default_factory=dict)
