@@ -13,7 +13,7 @@ const LOAD = {
   tokens_per_second: { name: "tokens per second", show: (n) => n.toFixed(n < 10 ? 1 : 0) },
   tokens_per_pass: { name: "tokens per pass", show: (n) => n.toFixed(2) },
   acceptance: { name: "guesses kept", show: percent, most: 1 },
-  kv: { name: "memory of keys and values", show: percent, most: 1 },
+  kv: { name: "KV cache in use", show: percent, most: 1 },
   running: { name: "requests running", show: String },
   waiting: { name: "requests waiting", show: String },
 };
