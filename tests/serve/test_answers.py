@@ -168,12 +168,11 @@ def test_more_tokens_than_there_is_room_end_by_length(folder):
 
 def test_a_stop_string_leaves_nothing_behind(endless):
     """Also inside an accepted draft: neither tokens nor log-probabilities come after it (vLLM 47616)."""
-    free = endless.complete(seed=5, max_tokens=40, return_token_ids=True, temperature=0, num_draft_tokens=8)["choices"][
-        0
-    ]
+    greedy = {"max_tokens": 40, "temperature": 0, "num_draft_tokens": 8}
+    free = endless.complete(**greedy, return_token_ids=True)["choices"][0]
     stop = free["text"][10:12]
     cut = free["text"].index(stop)
-    fields = {"seed": 5, "max_tokens": 40, "temperature": 0, "num_draft_tokens": 8, "stop": [stop], "logprobs": 0}
+    fields = greedy | {"stop": [stop], "logprobs": 0}
     answer = endless.complete(**fields, return_token_ids=True)
     [choice] = answer["choices"]
     assert choice["text"] == free["text"][:cut]
@@ -312,6 +311,5 @@ def test_token_ids_on_request(server):
         CHAT["messages"], add_generation_prompt=True, return_dict=False
     )
     events = server.stream_chat(seed=7, return_token_ids=True)
-    assert [token for e in events for token in e["choices"][0].get("token_ids", [])] == answer["choices"][0][
-        "token_ids"
-    ]
+    streamed = [token for e in events for token in e["choices"][0].get("token_ids", [])]
+    assert streamed == answer["choices"][0]["token_ids"]

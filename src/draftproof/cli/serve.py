@@ -34,7 +34,7 @@ UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2*
 PACKAGES: Final = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
-class Size(click.ParamType[int | float]):
+class Size(click.ParamType):  # type: ignore[type-arg]
     """A click type for memory: bytes such as 2GiB or 500M, or a share of what is free, such as 0.5."""
 
     name = "size"

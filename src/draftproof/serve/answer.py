@@ -1,9 +1,11 @@
 """Answer a request for texts, whole or as a stream of events; chats and text completions differ in their choices."""
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,15 +14,25 @@ from starlette.responses import Response
 
 import draftproof
 from draftproof.engine.request import Chunk
-from draftproof.serve.errors import ApiError, Json, draining_error
+from draftproof.serve.errors import ApiError, Json, as_api_error, draining_error
 from draftproof.serve.protocol import GenerationBody
 from draftproof.serve.state import State
 from draftproof.serve.streaming import DONE, ClientGoneError, EventStream, event, unless_gone
 from draftproof.serve.texts import Text, cancel_all, chunks_of_all, reports, usage
 from draftproof.serve.trace import Trace
 
+log = logging.getLogger("draftproof.serve")
+
 NO_CLIENT = 499
 """Status of a request whose client is gone, for the log; nobody receives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request's id, and when it came, by `time.perf_counter`."""
+
+    request_id: str
+    at: float = field(default_factory=time.perf_counter)
 
 
 class Answer(ABC):
@@ -30,9 +42,9 @@ class Answer(ABC):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, state: State, body: GenerationBody, texts: Sequence[Text], request_id: str) -> None:
+    def __init__(self, state: State, body: GenerationBody, texts: Sequence[Text], arrival: Arrival) -> None:
         self.state, self.body, self.texts = state, body, texts
-        self.id, self.created = f"{self.id_prefix}-{request_id}", int(time.time())
+        self.id, self.created = f"{self.id_prefix}-{arrival.request_id}", int(time.time())
         self._closed: set[int] = set()
         self._traces: dict[int, Trace] = {}
 
@@ -88,8 +100,10 @@ class Answer(ABC):
                     yield self._close(text)
             if self.body.includes_usage:
                 yield event(self._envelope(self.chunk_object, []) | {"usage": usage(self.texts)})
-        except ApiError as error:
-            yield event(error.body)
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                log.exception("the stream %s failed", self.id)
+            yield event(as_api_error(error).body)
         yield DONE
 
     def _close(self, text: Text) -> str:
@@ -127,14 +141,14 @@ def _nothing(text: Text) -> Chunk:
     return Chunk("", [], None, text.stats)
 
 
-async def respond(request: Request, state: State, prepare: Callable[[str], Answer]) -> Response:
+async def respond(request: Request, state: State, prepare: Callable[[Arrival], Answer]) -> Response:
     """Prepare an answer on the thread that reads prompts, and give it: whole, or as a stream.
 
     A client that goes away ends its texts, whatever they are waiting for.
     """
     if state.draining:
         raise draining_error()
-    work = _answer(state, partial(prepare, request.state.request_id))
+    work = _answer(state, partial(prepare, Arrival(request.state.request_id)))
     try:
         result = await unless_gone(request.receive, work)
     except ClientGoneError:

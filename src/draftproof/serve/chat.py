@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from draftproof.engine.request import Chunk
-from draftproof.serve.answer import Answer
+from draftproof.serve.answer import Answer, Arrival
 from draftproof.serve.errors import ApiError
 from draftproof.serve.logprobs import chat_logprobs
 from draftproof.serve.prompts import chat_tokens, template_of
@@ -15,7 +15,7 @@ from draftproof.serve.texts import Text
 from draftproof.serve.tools import CallParser, Piece, ToolUse, new_call_id, tool_use
 
 
-def prepare_chat(state: State, body: ChatBody, request_id: str) -> "ChatAnswer":
+def prepare_chat(state: State, body: ChatBody, arrival: Arrival) -> "ChatAnswer":
     """Read a chat and submit its texts."""
     body.refuse_unknown()
     check_model(body.model, state)
@@ -40,7 +40,7 @@ def prepare_chat(state: State, body: ChatBody, request_id: str) -> "ChatAnswer":
     if body.logprobs:
         options["logprobs"] = min(body.top_logprobs or 0, state.engine.model.vocab_size)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return ChatAnswer(state, body, submit_all(state, body, [tokens], limit, options), request_id, use)
+    return ChatAnswer(state, body, submit_all(state, body, [tokens], limit, options, arrival.at), arrival, use)
 
 
 class ChatAnswer(Answer):
@@ -52,9 +52,9 @@ class ChatAnswer(Answer):
     body: ChatBody
 
     def __init__(
-        self, state: State, body: ChatBody, texts: Sequence[Text], request_id: str, use: ToolUse | None
+        self, state: State, body: ChatBody, texts: Sequence[Text], arrival: Arrival, use: ToolUse | None
     ) -> None:
-        super().__init__(state, body, texts, request_id)
+        super().__init__(state, body, texts, arrival)
         self._use = use
         self._parsers: dict[int, CallParser] = {} if use is None else {text.index: use.parser() for text in texts}
         self._opened: set[int] = set()

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 from draftproof.engine.request import Chunk
-from draftproof.serve.answer import Answer
+from draftproof.serve.answer import Answer, Arrival
 from draftproof.serve.logprobs import completion_logprobs
 from draftproof.serve.prompts import decode, prompt_tokens
 from draftproof.serve.protocol import CompletionBody
@@ -16,7 +16,7 @@ DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default of `max_tokens` for text completions."""
 
 
-def prepare_completion(state: State, body: CompletionBody, request_id: str) -> "CompletionAnswer":
+def prepare_completion(state: State, body: CompletionBody, arrival: Arrival) -> "CompletionAnswer":
     """Read the prompts and submit their texts."""
     body.refuse_unknown()
     check_model(body.model, state)
@@ -27,7 +27,7 @@ def prepare_completion(state: State, body: CompletionBody, request_id: str) -> "
         if body.echo:
             options["prompt_logprobs"] = options["logprobs"]
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return CompletionAnswer(state, body, submit_all(state, body, prompts, limit, options), request_id)
+    return CompletionAnswer(state, body, submit_all(state, body, prompts, limit, options, arrival.at), arrival)
 
 
 class CompletionAnswer(Answer):
@@ -38,8 +38,8 @@ class CompletionAnswer(Answer):
     chunk_object: ClassVar[str] = "text_completion"
     body: CompletionBody
 
-    def __init__(self, state: State, body: CompletionBody, texts: Sequence[Text], request_id: str) -> None:
-        super().__init__(state, body, texts, request_id)
+    def __init__(self, state: State, body: CompletionBody, texts: Sequence[Text], arrival: Arrival) -> None:
+        super().__init__(state, body, texts, arrival)
         self._echoed = {text.index: self._prompt_text(text) if body.echo else "" for text in texts}
         self._opened: set[int] = set()
         self._offsets = {text.index: len(self._echoed[text.index]) for text in texts}

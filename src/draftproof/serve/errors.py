@@ -28,7 +28,7 @@ RETRY_SECONDS: Final = 1
 """Retry-After of a full queue: places come free with every text that ends."""
 
 
-@dataclass
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error that is answered to the client: what is wrong, and which field of the body it concerns."""
 

@@ -90,6 +90,7 @@ def submit_all(
     prompts: Sequence[Sequence[int]],
     max_tokens: int | None,
     options: Mapping[str, Any],
+    arrived: float,
 ) -> list[Text]:
     """Submit `n` texts for each prompt, or none of them: where one is refused, the others are cancelled.
 
@@ -111,7 +112,7 @@ def submit_all(
                 stream = state.service.submit(
                     list(prompt), replace(sampling, seed=seed), max_tokens=budget, **all_options
                 )
-                texts.append(Text(len(texts), at, stream, constrained))
+                texts.append(Text(len(texts), at, stream, arrived, constrained))
     except Exception as error:
         cancel_all(texts)
         raise as_api_error(error) from error

@@ -17,16 +17,17 @@ from draftproof.serve.state import State
 class Text:
     """One text that is being generated.
 
-    index          its place among the choices of the answer
-    prompt_index   which of the request's prompts it continues
-    is_constrained whether a grammar or `min_tokens` limits its tokens, which may leave none
+    index           its place among the choices of the answer
+    prompt_index    which of the request's prompts it continues
+    arrived         when the HTTP request came, by `time.perf_counter`
+    is_constrained  whether a grammar or `min_tokens` limits its tokens, which may leave none
     """
 
     index: int
     prompt_index: int
     stream: RequestStream
+    arrived: float
     is_constrained: bool = False
-    submitted: float = field(default_factory=time.perf_counter)
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -58,13 +59,13 @@ class Text:
         except Exception as error:
             raise self._failure(error, state) from error
         self.finish_reason = self.finish_reason or "length"  # a text of no tokens has no chunks
-        seconds = time.perf_counter() - self.submitted
+        seconds = time.perf_counter() - self.arrived
         state.metrics.record_end(self.finish_reason, self.prompt_tokens, self.stats, seconds)
 
     def _take(self, chunk: Chunk, state: State) -> None:
         if chunk.tokens:
             is_first = self.first is None
-            seconds = chunk.made - (self.submitted if is_first else self.last or chunk.made)
+            seconds = chunk.made - (self.arrived if is_first else self.last or chunk.made)
             state.metrics.record_round(self.stats, chunk.stats, seconds, is_first)
             self.first = chunk.made if is_first else self.first
             self.last = chunk.made
@@ -76,7 +77,7 @@ class Text:
 
     def _failure(self, error: Exception, state: State) -> ApiError:
         """Return what the client is told of a text that failed."""
-        state.metrics.record_end("error", self.prompt_tokens, self.stats, time.perf_counter() - self.submitted)
+        state.metrics.record_end("error", self.prompt_tokens, self.stats, time.perf_counter() - self.arrived)
         if not state.service.is_alive:
             return ApiError(503, f"the engine has stopped: {error}", code="engine_stopped")
         status = 400 if self.is_constrained else 500  # with a grammar, that nothing may follow is the request's doing
@@ -147,7 +148,7 @@ def reports(texts: Sequence[Text]) -> dict[str, Any]:
 
 def _metrics(texts: Sequence[Text]) -> dict[str, Any]:
     """Return times and acceptance of a request; of several texts, the first token, the last one, and sums."""
-    submitted = min(text.submitted for text in texts)
+    arrived = min(text.arrived for text in texts)
     first, last = _span(texts)
     queued = min(text.stats.queue_seconds for text in texts)
     tokens = sum(len(text.tokens) for text in texts)
@@ -156,9 +157,9 @@ def _metrics(texts: Sequence[Text]) -> dict[str, Any]:
         for text in texts
         if text.first is not None and text.last is not None and len(text.tokens) > 1
     ]
-    working = None if last is None else last - submitted - queued
+    working = None if last is None else last - arrived - queued
     return {
-        "time_to_first_token_ms": _ms(None if first is None else first - submitted),
+        "time_to_first_token_ms": _ms(None if first is None else first - arrived),
         "generation_time_ms": _ms(None if first is None or last is None else last - first),
         "queue_time_ms": _ms(queued),
         "mean_itl_ms": _ms(sum(gaps) / len(gaps) if gaps else None),
@@ -189,7 +190,7 @@ def _speculation(all_stats: Sequence[Stats]) -> dict[str, Any] | None:
 
 def _timings(texts: Sequence[Text]) -> dict[str, Any]:
     first, last = _span(texts)
-    admitted = min(text.submitted + text.stats.queue_seconds for text in texts)
+    admitted = min(text.arrived + text.stats.queue_seconds for text in texts)
     cached = sum(text.stats.cached_tokens for text in texts)
     return {
         "cache_n": cached,
