@@ -27,14 +27,14 @@ def target(folder):
 class TestAudited:
     """α = 1e-6, fixed seeds. Drafts are n-grams, 16 requests at a time.
 
-    A mixture of 0.05 with the copied token would be found nine times in ten in the tokens that the audit takes; the
+    A mixture of 0.1 with the copied token would be found nine times in ten in the tokens that the audit takes; the
     control has temperature 1 in place of 0.7.
     """
 
     def certificate(self, server, target, make=lambda decoder: decoder):
         decoder = make(maker("openai")(server.url, concurrency=16, ends=tuple(server.engine.eos)))
         prompts = [server.engine.tokenizer.encode("the fox and the fox and the fox" + " and" * n) for n in range(8)]
-        options = {"sampling": SamplingParams(temperature=0.7), "drafter": "ngram", "bias": 0.05, "max_tokens": 6_000}
+        options = {"sampling": SamplingParams(temperature=0.7), "drafter": "ngram", "bias": 0.1, "max_tokens": 6_000}
         return audit(decoder, target, prompts, **options, length=32, batch=32, ends=tuple(server.engine.eos))
 
     def test_the_server_is_cleared_by_its_own_rounds(self, server, target):

@@ -167,8 +167,7 @@ OUTSIDE = (  # elements that end beyond the right border
 )
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_nothing_is_wider_than_the_screen(chromium, width, scheme):
     long = (("wordwithoutanyspaces" * 20, "draft"), ("\n" + "x" * 200, "residual"))
     with page_of(chromium, PageServer(answer=long), width=width, scheme=scheme) as (tab, complaints):
