@@ -7,8 +7,8 @@ The bundled model in float32, greedy chats, streamed. A client sends its next re
 servers run during the whole benchmark, and take turns in rotating order; an idle one costs memory only. The requests
 of a turn are the same for all, and no two requests begin alike after the template's own words, so that no prefix cache
 answers. A server that is not installed or does not start is left out with a sentence. vLLM needs the environment of
-`make test-vllm`; our server and the load generator need `pip install "draftproof[serve]"`. The load generator runs on
-the same cores as the servers.
+`make test-vllm`; our server and the load generator need `pip install "draftproof[serve]"`, and transformers' needs
+`pip install accelerate`. The load generator runs on the same cores as the servers.
 
 Figures: tokens per second of all clients together; time to first token; time between two pieces of text, of which one
 may hold several tokens; and time per token, from a text's first piece to its last. Ratios are medians over turns of
@@ -61,7 +61,8 @@ class Contender:
 def contenders(folder: str, cores: int) -> dict[str, Contender]:
     """Return all contenders; {port} in a command is filled in later."""
     ours = (sys.executable, "-m", "draftproof.cli", "serve", "--port", "{port}", "--max-batch", "64")
-    theirs = (*_script("transformers"), "serve", folder, "--port", "{port}", "--dtype", "float32", "--device", "cpu")
+    theirs = (sys.executable, "-m", "transformers.cli.transformers", "serve", folder, "--port", "{port}")
+    theirs += ("--dtype", "float32", "--device", "cpu")
     batching = ("--continuous-batching", "--cb-num-blocks", "2048", "--cb-max-batch-tokens", "512")
     vllm = (str(VLLM), "serve", folder, "--port", "{port}", "--max-model-len", "2048", "--dtype")
     ngram = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1})
@@ -81,11 +82,6 @@ def contenders(folder: str, cores: int) -> dict[str, Contender]:
         "vLLM, n-gram": Contender((*vllm, "float32", "--speculative-config", ngram), USAGE, cpu),
         "vLLM, bfloat16": Contender((*vllm, "bfloat16"), USAGE, cpu),
     }
-
-
-def _script(name: str) -> tuple[str, ...]:
-    """Return a command of this environment."""
-    return (str(Path(sys.executable).parent / name),)
 
 
 # ------------------------------------------------------------------------------------------------------------- servers
