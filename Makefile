@@ -7,7 +7,7 @@ READY := .venv/.ready
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
 
 .PHONY: help venv demo test test-all test-gpu check docs controls bench clean audit-mutants test-vllm test-vllm-all \
-	test-references
+	test-references soak test-serve
 
 help:
 	@echo "make demo      two prompts, plain and speculative, side by side, on the bundled model"
@@ -21,6 +21,8 @@ help:
 	@echo "make audit-mutants  wrong decoders under audit; writes the tables of docs/reading-a-certificate.md"
 	@echo "make test-vllm audits vLLM with and without the plug-in, in an environment of its own (.venv-vllm)"
 	@echo "make test-vllm-all  all drafters, preemption, several processes and the OpenAI server too"
+	@echo "make soak      10 000 mixed requests to a server on a tiny model, and 500 on the bundled one"
+	@echo "make test-serve  the server against langchain, lm-evaluation-harness and Schemathesis (.venv-serve)"
 	@echo "make test-references  published drafters against the packages that define them (.venv-references)"
 
 venv: $(READY)
@@ -95,6 +97,22 @@ test-vllm-all: test-vllm
 	for kind in suffix argmax preempted; do $(VLLM_TEST) -k $$kind tests/integrations/test_vllm_audits.py || exit 1; done
 	$(VLLM_TEST) tests/integrations/test_vllm_processes.py
 
+soak: $(READY)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m serve.soak --requests 10000
+	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m serve.soak --requests 500 --model smollm2
+
+# Clients with requirements of their own.
+SERVE := .venv-serve/bin
+.venv-serve/.ready: Makefile pyproject.toml constraints.txt
+	test -x $(SERVE)/python || $(PYTHON) -m venv .venv-serve
+	$(SERVE)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(SERVE)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve]" \
+		pytest hypothesis beartype httpx "schemathesis>=4" "langchain-openai>=1" "langchain-tests>=1" "lm-eval[api]>=0.4.9"
+	touch .venv-serve/.ready
+
+test-serve: .venv-serve/.ready
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(SERVE)/pytest -m serve tests/serve
+
 # The packages that published drafters are compared with. speculators would bring parts that no test uses.
 REFERENCES := .venv-references/bin
 .venv-references/.ready: Makefile
@@ -110,4 +128,4 @@ test-references: $(READY) .venv-references/.ready
 		tests/models/test_dflash.py
 
 clean:
-	rm -rf .venv .venv-vllm .venv-references site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-references .venv-serve site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import draftproof as dp
 from auditor import two_tokenizers
+from auditor.http_server import Fake, served
 from draftproof.auditor import drafter as auditor_drafter
+from draftproof.auditor.decoders import maker
 from draftproof.cli import audit as audit_command
 from draftproof.engine import load as load_module
 from draftproof.models.head import attach
@@ -82,11 +84,12 @@ def test_the_default_drafter_of_other_engines_is_what_they_draft_with(run, model
         ("--engine", "transformers"),
         ("--engine", "transformers-lookup"),
         ("--engine", "vllm"),
+        ("--decoder", "openai", "--url", "http://127.0.0.1:1"),
         program,
     ):
         run("audit", *options)
     run("audit", *program, "--drafter", "suffix")
-    assert asked == ["auto", None, "prompt-lookup", "ngram", None, "suffix"]
+    assert asked == ["auto", None, "prompt-lookup", "ngram", None, None, "suffix"]
 
 
 @pytest.mark.parametrize(
@@ -222,6 +225,18 @@ def test_transformers_own_prompt_lookup_can_be_audited(run, model, prompts):
     assert "from the decoder's trace" in said.out
 
 
+def test_a_server_can_be_audited_under_load(run, model, prompts):
+    fake = Fake(maker("transformers_plain")(AutoModelForCausalLM.from_pretrained(model)), api_key="secret")
+    with served(fake) as url:
+        options = ("--url", url, "--api-key", "secret", "--concurrency", "2", "--drafter", "ngram")
+        said = run("audit", "--engine", "openai", *options, "--target", model, "--prompts", prompts, "-n", "60")
+    assert said.status == 3, said.out + said.err
+    assert f"url             {url}" in said.out
+    assert "2 at a time" in said.out
+    assert "secret" not in said.out
+    assert fake.most_running == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -235,6 +250,9 @@ def test_transformers_own_prompt_lookup_can_be_audited(run, model, prompts):
         (("--engine", "transformers-assisted", "--drafter", "early-exit:2"), "needs --draft-model"),
         (("--engine", "transformers-universal", "--drafter", "head"), "transformers-universal needs --draft-model"),
         (("--engine", "command"), "must be given together"),
+        (("--engine", "openai"), "--engine openai and --url must be given together"),
+        (("--url", "http://127.0.0.1:1"), "--engine openai and --url must be given together"),
+        (("--concurrency", "2"), "--concurrency is for --engine openai"),
         (("--speculative-config", "{}"), "--speculative-config is for --engine vllm"),
         (("--additional-config", "{}"), "--additional-config is for --engine vllm"),
         (("--engine", "vllm", "--additional-config", "draftproof"), "'draftproof' is not JSON"),

@@ -33,15 +33,19 @@ ENGINES: Final = (
     "transformers-lookup",
     "vllm",
     "command",
+    "openai",
 )
 
 ASSISTED: Final = ("transformers-assisted", "transformers-universal")
 """Engines that need a draft model."""
 
 AUTO: Final[Mapping[str, str | None]] = MappingProxyType(
-    {"transformers": None, "transformers-lookup": "prompt-lookup", "vllm": "ngram", "command": None}
+    {"transformers": None, "transformers-lookup": "prompt-lookup", "vllm": "ngram", "command": None, "openai": None}
 )
 """The meaning of --drafter auto for other engines; None if nothing is drafted or the drafter is unknown."""
+
+SERVED_AT_A_TIME: Final = 8
+"""Default of --concurrency: enough for a server to batch."""
 
 OPEN_SHARE: Final = Finite(min=0, max=1, min_open=True, max_open=True)
 
@@ -60,6 +64,7 @@ Examples:
   draftproof audit --engine transformers-universal --target DIR --draft-model DIR
   draftproof audit --engine vllm --target DIR --additional-config '{"draftproof": {"rule": "block"}}'
   draftproof audit --engine command --command "python my_decoder.py" --drafter ngram
+  draftproof audit --engine openai --url http://127.0.0.1:8000 --drafter head --concurrency 16
   draftproof audit --save audit.json --max-tokens 20000        begin an audit
   draftproof audit --resume audit.json --max-tokens 100000     continue it
 
@@ -70,6 +75,10 @@ transformers-assisted drafts with a model of the same tokenizer, transformers-un
 program for --engine command must decode in float32 too. For each line {"prompt": [ids], "sampling": {…}, "max_tokens":
 n, "seed": s} on its stdin, it must write a line {"tokens": [ids]} to its stdout. Name its drafter with --drafter: no
 decoder is cleared whose drafter is unknown.
+
+--engine openai audits a running server of the same model in float32: draftproof serve, vLLM (0.10.2 or later),
+llama.cpp, or another that takes prompts as token ids and returns token ids for "return_token_ids". Name its drafter,
+too.
 """
 
 
@@ -100,9 +109,14 @@ def sampling_fields(ctx: click.Context, param: click.Parameter, value: str) -> d
 
 @click.command(help=HELP, short_help="Test whether a decoder samples from the target's distribution.")
 @click.option(
-    "--engine", type=click.Choice(ENGINES), default="draftproof", show_default=True, help="The decoder to audit."
-)
+    "--engine", "--decoder", "engine", type=click.Choice(ENGINES), default="draftproof", show_default=True,
+    help="The decoder to audit.",
+)  # fmt: skip
 @click.option("--command", metavar="TEXT", help="The command line of the program that --engine command audits.")
+@click.option("--url", metavar="URL", help="The server that --engine openai audits, such as http://127.0.0.1:8000.")
+@click.option("--api-key", metavar="KEY", envvar="DRAFTPROOF_API_KEY", show_envvar=True, help="The server's API key.")
+@click.option("--served-model-name", metavar="NAME", help="The server's name for the model, if it serves several.")
+@click.option("--concurrency", type=click.IntRange(1), help="Requests that the server gets at a time. [default: 8]")
 @click.option(
     "--speculative-config", metavar="JSON", callback=json_object,
     help="vLLM's speculative config; the default is made from --drafter.",
@@ -153,6 +167,11 @@ def audit(choice: Choice, **options: Any) -> int:
         raise click.UsageError(f"--engine {engine} needs --draft-model")
     if (engine == "command") != (options["command"] is not None):
         raise click.UsageError("--engine command and --command must be given together")
+    if (engine == "openai") != (options["url"] is not None):
+        raise click.UsageError("--engine openai and --url must be given together")
+    for name in ("served_model_name", "concurrency"):
+        if options[name] is not None and engine != "openai":
+            raise click.UsageError(f"--{name.replace('_', '-')} is for --engine openai")
     for name in ("speculative_config", "additional_config"):
         if options[name] is not None and engine != "vllm":
             raise click.UsageError(f"--{name.replace('_', '-')} is for --engine vllm")
@@ -182,6 +201,10 @@ class AuditSettings:
 
     engine: str
     command: str | None
+    url: str | None
+    api_key: str | None
+    served_model_name: str | None
+    concurrency: int | None
     speculative_config: dict[str, Any] | None
     additional_config: dict[str, Any] | None
     sampling: dict[str, Any]
@@ -235,7 +258,10 @@ def _audit_arguments(
     names = ("alpha", "bias", "max_tokens", "length", "batch", "seed")
     prompts = _prompts(settings.prompts, engine)
     ends = () if settings.ignore_eos else tuple(sorted(engine.eos))
-    return {"prompts": prompts, "sampling": sampling, "ends": ends, **{name: getattr(settings, name) for name in names}}
+    given = {name: getattr(settings, name) for name in names}
+    if settings.concurrency is not None:  # fewer texts in a batch would leave some of the requests unused
+        given["batch"] = settings.batch or settings.concurrency
+    return {"prompts": prompts, "sampling": sampling, "ends": ends, **given}
 
 
 def _prompts(path: Path | None, engine: "Engine") -> list[list[int]]:
@@ -320,6 +346,8 @@ def _decoder(choice: Choice, settings: AuditSettings, engine: "Engine", drafter:
         return engine
     if settings.engine == "command":
         return maker("command")(shlex.split(settings.command or ""))
+    if settings.engine == "openai":
+        return _server(settings, engine)
     if settings.engine == "vllm":
         return maker("vllm")(
             choice.target,
@@ -333,6 +361,15 @@ def _decoder(choice: Choice, settings: AuditSettings, engine: "Engine", drafter:
     if settings.engine == "transformers-lookup":
         return maker("transformers_lookup")(engine.hf, *([length] if length else []))
     return maker("transformers_plain")(engine.hf)
+
+
+def _server(settings: AuditSettings, engine: "Engine") -> "Decoder":
+    """Return the server at --url as a decoder."""
+    from draftproof.auditor.decoders import maker
+
+    ends = () if settings.ignore_eos else tuple(sorted(engine.eos))
+    named = {"model": settings.served_model_name, "api_key": settings.api_key, "ends": ends}
+    return maker("openai")(settings.url, concurrency=settings.concurrency or SERVED_AT_A_TIME, **named)
 
 
 def _run(decoder: "Decoder", engine: "Engine", arguments: dict[str, Any]) -> "tuple[Certificate | None, bool]":

@@ -58,10 +58,13 @@ class Engines:
         return self._draft_models[name].hf, self._draft_models[name].tokenizer
 
 
-def open_engine(choice: Choice, verifier: "Verifier | None" = None, dtype: "torch.dtype | None" = None) -> "Engine":
+def open_engine(
+    choice: Choice, verifier: "Verifier | None" = None, dtype: "torch.dtype | None" = None, **limits: Any
+) -> "Engine":
     """Load the models and return an engine.
 
-    `verifier` replaces the rule, for example by one that records its decisions; `dtype` replaces the device's default.
+    `verifier` replaces the rule, for example by one that records its decisions; `dtype` replaces the device's default;
+    `limits` are those of `load`, such as max_batch.
     """
     prepare(choice)
     with spinner(f"Loading {choice.target}"):
@@ -75,6 +78,7 @@ def open_engine(choice: Choice, verifier: "Verifier | None" = None, dtype: "torc
             num_draft_tokens=choice.num_draft_tokens,
             device=choice.device,
             dtype=dtype,
+            **limits,
         )
 
 

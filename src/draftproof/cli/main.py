@@ -12,7 +12,7 @@ from draftproof.cli.suggest import did_you_mean
 
 COMMANDS: Final[Mapping[str, str]] = {
     name: f"draftproof.cli.{name}"
-    for name in ("generate", "chat", "explain", "bench", "audit", "train", "models", "demo", "env")
+    for name in ("generate", "chat", "serve", "explain", "bench", "audit", "train", "models", "demo", "env")
 }
 """The module of each command; the command is the module's attribute of the same name."""
 
@@ -30,6 +30,7 @@ First steps:
   draftproof generate "Why is the sky blue?"          stream an answer of the bundled model
   draftproof explain "Why is the sky blue?"           show which draft tokens were accepted, and why
   draftproof chat                                     talk to the model; type /help for commands
+  draftproof serve                                    serve it with OpenAI's interface
 
 \b
 With your own models (a folder or a Hugging Face model id):

@@ -12,6 +12,7 @@ from draftproof.core.sampling import SamplingParams, is_whole
 from draftproof.drafters.interface import Drafter, check_sampling
 from draftproof.engine.beam_search import check_beams
 from draftproof.engine.draft_length import check_length
+from draftproof.engine.grammar import end_later
 from draftproof.engine.loop import Loop
 from draftproof.engine.request import Allowed, Chunk, Output, Request, Session, budgets_of, raise_error, refused_session
 from draftproof.engine.round import Emitted, parts
@@ -95,6 +96,9 @@ class Engine:
         drafter: bool = ...,
         num_draft_tokens: int | str | None = ...,
         chat: bool | None = ...,
+        stop_token_ids: Collection[int] = ...,
+        ignore_eos: bool = ...,
+        min_tokens: int = ...,
         num_beams: int = ...,
         length_penalty: float = ...,
         go_on: Callable[[], bool] = ...,
@@ -116,6 +120,9 @@ class Engine:
         drafter: bool = ...,
         num_draft_tokens: int | str | None = ...,
         chat: bool | None = ...,
+        stop_token_ids: Collection[int] = ...,
+        ignore_eos: bool = ...,
+        min_tokens: int = ...,
         num_beams: int = ...,
         length_penalty: float = ...,
         go_on: Callable[[], bool] = ...,
@@ -136,6 +143,9 @@ class Engine:
         drafter: bool = True,
         num_draft_tokens: int | str | None = None,
         chat: bool | None = None,
+        stop_token_ids: Collection[int] = (),
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
         num_beams: int = 1,
         length_penalty: float = 1.0,
         go_on: Callable[[], bool] = _always,
@@ -155,6 +165,9 @@ class Engine:
         drafter           False: plain decoding for these requests
         num_draft_tokens  0, a number, or "auto" for these requests; None: the engine's
         chat              whether a string is a user's turn (default: if the tokenizer has a chat template)
+        stop_token_ids    tokens that end the text, besides the model's own
+        ignore_eos        do not end at the model's own end-of-text tokens
+        min_tokens        tokens before which the text does not end: what would end it is not allowed there
         num_beams         more than 1 runs transformers' own beam search, which samples nothing and is not drafted for
         go_on             called after every round; False ends all texts where they are, with finish_reason "cancelled"
 
@@ -171,6 +184,7 @@ class Engine:
             check_beams(num_beams, ignored)
             return self._beams(items, is_one, budgets, chat, num_beams, length_penalty)
         options = self._options(stops, allowed, logprobs, prompt_logprobs, rule, drafter, num_draft_tokens)
+        options |= self._end_options(allowed, stop_token_ids, ignore_eos, min_tokens)
         sessions = []
         for index, (item, params, budget) in enumerate(zip(items, samplings, budgets, strict=True)):
             try:
@@ -268,6 +282,9 @@ class Engine:
         drafter: bool = True,
         num_draft_tokens: int | str | None = None,
         chat: bool | None = None,
+        stop_token_ids: Collection[int] = (),
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
         **sampling_fields: Any,
     ) -> Iterator[Chunk]:
         """Continue one prompt and yield what every round adds. Closing the iterator cancels between rounds.
@@ -285,6 +302,9 @@ class Engine:
             drafter=drafter,
             num_draft_tokens=num_draft_tokens,
             chat=chat,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            min_tokens=min_tokens,
             **sampling_fields,
         )
         return self._stream(session)
@@ -303,6 +323,9 @@ class Engine:
         drafter: bool = True,
         num_draft_tokens: int | str | None = None,
         chat: bool | None = None,
+        stop_token_ids: Collection[int] = (),
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
         **sampling_fields: Any,
     ) -> Session:
         """Check a request for one prompt and return its session, which does not run yet."""
@@ -312,6 +335,7 @@ class Engine:
         [params] = self._samplings(sampling, sampling_fields, 1)
         [budget] = budgets_of(max_tokens, 1)
         options = self._options(self._stops(stop), allowed, logprobs, prompt_logprobs, rule, drafter, num_draft_tokens)
+        options |= self._end_options(allowed, stop_token_ids, ignore_eos, min_tokens)
         return self._start(self._request(items[0], params, budget, chat, options))
 
     def service(self, *, max_waiting: int = 256) -> "Service":
@@ -340,7 +364,7 @@ class Engine:
         """Append what a round emitted, up to the end of the text."""
         limit = self._max_length
         room = session.room if limit is None else min(session.room, limit - len(session.tokens))
-        kept, piece, reason = cut(emitted.tokens, room, self.eos, session.stream)
+        kept, piece, reason = cut(emitted.tokens, room, session.request.ends, session.stream)
         session.tokens += kept
         session.stats.emitted += len(kept)
         session.logprobs += emitted.logprobs[: len(kept)]
@@ -356,7 +380,8 @@ class Engine:
     def _start(self, request: Request) -> Session:
         session = Session.start(request)
         if self.tokenizer is not None:
-            session.stream = TextStream(Detokenizer(self.tokenizer, after=request.prompt), request.stop)
+            detokenizer = Detokenizer(self.tokenizer, after=request.prompt)
+            session.stream = TextStream(detokenizer, request.stop, min_tokens=request.min_tokens)
         if request.max_tokens == 0 and request.prompt_logprobs is None:
             session.finish_reason = "length"
         return session
@@ -398,6 +423,21 @@ class Engine:
             "drafter": drafter and self.drafter is not None,
             "num_draft_tokens": num_draft_tokens,
         }
+
+    def _end_options(
+        self, allowed: Allowed | None, stop_token_ids: Collection[int], ignore_eos: bool, min_tokens: int
+    ) -> dict[str, Any]:
+        """Return the fields of a request that say which tokens end its text, or refuse them."""
+        V = self.model.vocab_size
+        outside = next((token for token in stop_token_ids if not is_whole(token) or not 0 <= token < V), None)
+        if outside is not None:
+            raise ValueError(f"stop_token_ids must be token ids in [0, {V}); got {outside!r}")
+        if not is_whole(min_tokens) or min_tokens < 0:
+            raise ValueError(f"min_tokens must be a whole number ≥ 0; got {min_tokens!r}")
+        ends = (frozenset() if ignore_eos else self.eos) | frozenset(stop_token_ids)
+        if min_tokens > 0 and ends:
+            allowed = end_later(allowed, ends, min_tokens, V)
+        return {"ends": ends, "min_tokens": min_tokens, "allowed": allowed}
 
     def _request(
         self, prompt: Any, sampling: SamplingParams, max_tokens: int, chat: bool | None, options: dict[str, Any]

@@ -4,7 +4,7 @@ A grammar runs on the CPU and must see the draft. So on a GPU such a round synch
 before verification.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof.core.device import AsyncCopy
 from draftproof.core.types import ROOT, Draft
-from draftproof.engine.request import Session
+from draftproof.engine.request import Allowed, Session
 
 
 def masks(sessions: Sequence[Session], draft: Draft, V: int) -> tuple[Bool[Tensor, "B J V"], dict[int, str]]:
@@ -29,6 +29,18 @@ def masks(sessions: Sequence[Session], draft: Draft, V: int) -> tuple[Bool[Tenso
                 allowed[b] = True
                 faults[b] = f"its grammar failed: {type(error).__name__}: {error}"
     return allowed.to(draft.tokens.device, non_blocking=True), faults
+
+
+def end_later(allowed: Allowed | None, ends: Collection[int], min_tokens: int, V: int) -> Allowed:
+    """Return a grammar that also forbids the tokens in `ends` until there are `min_tokens` output tokens."""
+    everything = torch.ones(V, dtype=torch.bool)
+    without = everything.index_fill(0, torch.tensor(sorted(ends), dtype=torch.long), False)
+
+    def later(output: Sequence[int]) -> Bool[Tensor, " V"]:
+        mask = everything if allowed is None else allowed(output)
+        return mask & without if len(output) < min_tokens else mask
+
+    return later
 
 
 def _on_cpu(draft: Draft) -> tuple[list[list[int]], list[int], list[list[int]]]:

@@ -1,6 +1,7 @@
 """A request through its life in the engine: `Request` (the input), `Session` (its state), `Output` (the result)."""
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -42,6 +43,8 @@ class Stats:
     """Tokens of the prompt that were not read again, because an earlier request had read them."""
     preemptions: int = 0
     """Times the request gave up its place in the pool for older ones."""
+    queue_seconds: float = 0.0
+    """Time from the request's submission to its place in the pool."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -104,6 +107,8 @@ class Request:
     drafter           False: plain decoding
     rule              None: the engine's
     num_draft_tokens  a number, or "auto"; None: the engine's
+    ends              tokens that end the text
+    min_tokens        tokens before which no stop string is looked for; `allowed` keeps `ends` out of them
     """
 
     prompt: tuple[int, ...]
@@ -119,6 +124,8 @@ class Request:
     drafter: bool = True
     rule: str | Verifier | None = None
     num_draft_tokens: int | str | None = None
+    ends: frozenset[int] = frozenset()
+    min_tokens: int = 0
 
 
 _ids = itertools.count()
@@ -158,6 +165,7 @@ class Session:
     """Characters of the text that the listener has."""
     exact: bool = True
     deviation: float | None = None
+    created: float = field(default_factory=time.perf_counter)
 
     @classmethod
     def start(cls, request: Request) -> "Session":
@@ -235,7 +243,8 @@ class Output:
 class Chunk:
     """One round's part of a stream: text that is safe to show, emitted tokens, and at the end the finish reason.
 
-    `stats` are the counters after this round; `exact`, `deviation` and `logprobs` as in `Output`.
+    `stats` are the counters after this round; `exact`, `deviation` and `logprobs` as in `Output`. `made` is when the
+    round ended, by `time.perf_counter`.
     """
 
     text: str
@@ -245,6 +254,7 @@ class Chunk:
     exact: bool = True
     deviation: float | None = None
     logprobs: list[TokenLogprobs] | None = None
+    made: float = field(default_factory=time.perf_counter)
 
 
 def budgets_of(max_tokens: Any, n: int) -> list[int]:

@@ -4,6 +4,7 @@ Requests are admitted first come, first served, by space in the pool. When it is
 youngest row gives up its place and comes back later with the same keys and values, so that its text is the same.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -206,6 +207,8 @@ class Scheduler:
             if not self._enter(session, parts):
                 return  # first come, first served: nobody overtakes
             self.waiting.popleft()
+            if session.stats.rounds == 0 and session.read == 0:
+                session.stats.queue_seconds = time.perf_counter() - session.created
             if session.read < len(session.request.prompt) - 1 or isinstance(self.rows, RectangularRows):
                 self.reading.append(session)
             else:

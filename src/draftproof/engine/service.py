@@ -10,7 +10,7 @@ from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from draftproof.core.sampling import SamplingParams, is_whole
-from draftproof.engine.request import Chunk, Output, Session, raise_error
+from draftproof.engine.request import Chunk, Output, Session, TokenLogprobs, raise_error
 from draftproof.models.rows import PooledRows
 from draftproof.models.tokenizer import OnePrompt
 
@@ -41,6 +41,15 @@ class RequestStream:
     @property
     def id(self) -> int:
         return self._session.id
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self._session.request.prompt
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Return the log-probabilities of the prompt's tokens; all are there when the first chunk is."""
+        return self._session.prompt_logprobs
 
     def __iter__(self) -> Iterator[Chunk]:
         try:
@@ -113,6 +122,8 @@ class RequestStream:
             self._is_complete = chunk.finish_reason is not None
             self._changed.notify_all()
             waiters, self._waiters = self._waiters, []
+        if chunk.finish_reason is not None:
+            self._service.forget(self.id)
         for loop, event in waiters:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
@@ -154,8 +165,9 @@ class Service:
                 raise ServiceClosedError(f"the service does not run any more{why}")
             if self._loop.waiting >= self.max_waiting:
                 raise QueueFullError(f"{self._loop.waiting} requests are waiting, and max_waiting={self.max_waiting}")
-            self._live[session.id] = session
-            self._loop.submit([session])
+            if session.finish_reason is None:
+                self._live[session.id] = session
+                self._loop.submit([session])
         return stream
 
     def cancel(self, request: int) -> None:
@@ -164,6 +176,11 @@ class Service:
             session = self._live.pop(request, None)
         if session is not None:
             self._loop.cancel([session])
+
+    def forget(self, request: int) -> None:
+        """Let go of a request that has ended: under steady load there is no idle moment to do so."""
+        with self._lock:
+            self._live.pop(request, None)
 
     @property
     def is_alive(self) -> bool:
@@ -178,6 +195,13 @@ class Service:
     def waiting(self) -> int:
         """Return the number of requests that wait for a place."""
         return self._loop.waiting
+
+    @property
+    def max_length(self) -> int | None:
+        """Return the most tokens of one text, prompt counted: what the model and the pool have room for."""
+        rows = self._loop.scheduler.rows
+        limits = [self.engine._max_length, rows.tokens if isinstance(rows, PooledRows) else None]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def kv_usage(self) -> float:
@@ -211,8 +235,6 @@ class Service:
             while not (self._is_closing and self._loop.is_idle):
                 self._loop.wait_for_work(lambda: self._is_closing)
                 self._loop.run_until(lambda: self._loop.is_idle)
-                with self._lock:
-                    self._live = {name: s for name, s in self._live.items() if s.finish_reason is None}
         except Exception as error:  # whatever it is, nobody may wait for ever
             with self._lock:
                 self.failure = error

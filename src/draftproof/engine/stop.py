@@ -17,11 +17,14 @@ class TextStream:
 
     The text ends before the first stop string to be complete (of two that end together, before the longer). This
     depends on the characters only, not on how they fall into tokens, or tokens into rounds. `consumed` counts the
-    tokens up to and including the one that completed the stop string; tokens fed after it are ignored.
+    tokens up to and including the one that completed the stop string; tokens fed after it are ignored. A stop string
+    that begins within the first `min_tokens` tokens is not one.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: str | Sequence[str] | None = None) -> None:
-        self._detokenizer = detokenizer
+    def __init__(
+        self, detokenizer: Detokenizer, stop: str | Sequence[str] | None = None, *, min_tokens: int = 0
+    ) -> None:
+        self._detokenizer, self._min_tokens = detokenizer, min_tokens
         self._stops = [stop] if isinstance(stop, str) else list(stop or ())
         if "" in self._stops:
             raise ValueError(f"stop={stop!r} contains an empty string, which would end every text at once; remove it")
@@ -49,6 +52,8 @@ class TextStream:
         return piece + held
 
     def _safe_part(self, piece: str) -> str:
+        if self.consumed <= self._min_tokens:
+            return piece
         text = self._held + piece
         found = [(text.index(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text]
         if found:

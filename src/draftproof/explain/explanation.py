@@ -66,7 +66,7 @@ def write_page(explanation: Explanation, path: Path) -> Path:
 def page(explanation: Explanation) -> str:
     """Return the explanation as one self-contained HTML page."""
     parts = {
-        "/*STYLE*/": _part("page.css"),
+        "/*STYLE*/": "\n".join(_part(name) for name in ("look.css", "page.css")),
         "/*SCRIPT*/": "\n".join(_part(name) for name in ("drawing.js", "page.js")),
         "/*DATA*/": _embedded_json(explanation),
     }

@@ -8,6 +8,7 @@ distribution of plain decoding with the same masks.
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -69,14 +70,25 @@ class Grammar:
 
 
 def _grammar(grammar: str, engine: Engine) -> Grammar:
-    from llguidance.hf import from_tokenizer
-
     if engine.tokenizer is None or not engine.eos:
         raise ValueError("a grammar needs an engine with a tokenizer, and a token that ends the text")
-    tokenizer = from_tokenizer(engine.tokenizer, n_vocab=engine.model.vocab_size, eos_token=sorted(engine.eos))
-    compiled = Grammar(_library().LLMatcher(tokenizer, grammar), engine.eos, engine.model.vocab_size)
+    compiled = Grammar(_library().LLMatcher(_tokenizer(engine), grammar), engine.eos, engine.model.vocab_size)
     compiled._check()  # an invalid grammar is an error of the new matcher
     return compiled
+
+
+_tokenizers: WeakKeyDictionary[Engine, Any] = WeakKeyDictionary()
+"""llguidance's tokenizer of each engine: making one takes up to a second."""
+
+
+def _tokenizer(engine: Engine) -> Any:
+    from llguidance.hf import from_tokenizer
+
+    made = _tokenizers.get(engine)
+    if made is None:
+        made = from_tokenizer(engine.tokenizer, n_vocab=engine.model.vocab_size, eos_token=sorted(engine.eos))
+        _tokenizers[engine] = made
+    return made
 
 
 def _library() -> Any:

@@ -13,6 +13,7 @@ _MODULE: Final = {
     "transformers_lookup": "transformers",
     "vllm": "vllm",
     "command": "command",
+    "openai": "openai",
 }
 """The functions that make a decoder, and the module of each."""
 

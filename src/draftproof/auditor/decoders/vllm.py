@@ -78,7 +78,7 @@ class Offline:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, max_tokens: int, seeds: Sequence[int]
     ) -> list[Decoded]:
         """Continue each prompt; see `Decoder`."""
-        _refuse_other_order(sampling)
+        refuse_other_order(sampling)
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         parameters = [vllm_parameters(sampling, max_tokens, seed) for seed in seeds]
         with _counted_rounds(self.llm) as rounds:
@@ -86,7 +86,7 @@ class Offline:
         return [Decoded(tuple(each.outputs[0].token_ids), _rounds_of(rounds, each.request_id)) for each in outputs]
 
 
-def _refuse_other_order(sampling: SamplingParams) -> None:
+def refuse_other_order(sampling: SamplingParams) -> None:
     """Refuse filters that vLLM applies in another order than the reference: a difference that is not a bias."""
     if sampling.min_p > 0 and sampling.top_p < 1:
         raise ValueError(

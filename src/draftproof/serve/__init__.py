@@ -1,0 +1,1 @@
+"""Serve an engine over HTTP with OpenAI's interface: `draftproof serve`."""

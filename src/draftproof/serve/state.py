@@ -1,0 +1,75 @@
+"""Hold what the routes of a server share: the service, its settings, its tokenizer and its metrics."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from draftproof.core.sampling import SamplingParams
+from draftproof.engine.engine import Engine
+from draftproof.engine.service import Service
+from draftproof.serve.metrics import Metrics
+from draftproof.serve.settings import Settings
+from draftproof.serve.token_text import TokenTexts
+
+
+@dataclass
+class State:
+    """A server's state.
+
+    preparing  the one thread that reads prompts and compiles grammars, so that streams go on meanwhile: a tokenizer
+               must not be used by two threads at once
+    """
+
+    engine: Engine
+    service: Service
+    settings: Settings
+    metrics: Metrics
+    preparing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "draftproof prompts"))
+    started: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    """Whether new requests are refused because the server shuts down."""
+
+    @classmethod
+    def open(cls, engine: Engine, settings: Settings) -> "State":
+        """Start the service of an engine."""
+        if engine.tokenizer is None:
+            raise ValueError("a server needs an engine with a tokenizer: pass tokenizer= to load()")
+        service = engine.service(max_waiting=settings.max_queue)
+        return cls(engine, service, settings, Metrics(settings.metrics_prefix, settings.name, service))
+
+    def close(self) -> None:
+        """Cancel what runs, and end the threads."""
+        self.draining = True
+        self.preparing.shutdown(wait=True, cancel_futures=True)
+        self.service.close()
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the target's tokenizer, with all methods that transformers gives it."""
+        return self.engine.tokenizer
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        return TokenTexts(self.tokenizer, self.engine.model.vocab_size)
+
+    @cached_property
+    def default_sampling(self) -> SamplingParams:
+        """Return the sampling of a request that asks for none: the model's own settings, else temperature 1."""
+        own = getattr(getattr(self.engine.hf, "generation_config", None), "do_sample", False)
+        return self.engine.default_sampling if own else SamplingParams()
+
+    @property
+    def max_length(self) -> int | None:
+        return self.service.max_length
+
+    @property
+    def problem(self) -> str | None:
+        """Return why no request can be served; None where all is well."""
+        if self.draining:
+            return "the server is shutting down"
+        if not self.service.is_alive:
+            failure = self.service.failure
+            return f"the engine has stopped: {type(failure).__name__}: {failure}" if failure else "the engine is closed"
+        return None
