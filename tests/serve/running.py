@@ -1,6 +1,7 @@
 """A real server on a free port, in a thread of the test, with a tiny model."""
 
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
 
 import draftproof as dp
 from draftproof.engine.engine import Engine
-from draftproof.serve.app import create_app
-from draftproof.serve.server import bind
+from draftproof.serve.server import bind, server_for
 from draftproof.serve.settings import Settings
 from draftproof.serve.state import State
 
@@ -76,17 +75,16 @@ def serving(engine: Engine, headers: dict[str, str] | None = None, **settings: A
     state = State.open(engine, Settings(**{"name": "tiny"} | settings))
     bound = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(create_app(state), log_config=None, access_log=False, lifespan="on"))
+    started = threading.Event()
+    server = server_for(state, started.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     try:
         with httpx.Client(base_url=url, timeout=WAIT, headers=headers) as client:
-            while not server.started and thread.is_alive():
-                threading.Event().wait(0.01)
+            assert started.wait(WAIT)
             yield Running(state, client, url)
     finally:
-        state.draining = True  # as at a signal: feeds end
-        server.should_exit = True
+        server.handle_exit(signal.SIGTERM, None)
         thread.join(WAIT)
         state.close()
         bound.close()

@@ -78,7 +78,7 @@ class Result:
 
 def make_body(kind: str, rng: random.Random, nonce: str, max_tokens: int) -> dict[str, Any]:
     """Return the body of a request. Its prompt holds a nonce of its own, at a random place."""
-    words = [rng.choice(WORDS) for _ in range(rng.randrange(60, 150) if kind == "long" else rng.randrange(2, 20))]
+    words = [rng.choice(WORDS) for _ in range(rng.randrange(40, 80) if kind == "long" else rng.randrange(2, 20))]
     words.insert(rng.randrange(len(words) + 1), nonce)
     body: dict[str, Any] = {
         "prompt": " ".join(words),

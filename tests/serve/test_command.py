@@ -7,14 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 
 import pytest
 
 from cli.conftest import run  # noqa: F401  (a fixture)
 from draftproof.cli.serve import Size, banner
-from draftproof.serve.server import bind
-from serve.running import CHAT, WAIT
+from draftproof.serve.server import bind, server_for
+from draftproof.serve.settings import Settings
+from draftproof.serve.state import State
+from serve.running import CHAT, WAIT, load
 
 
 def start(folder, *options):
@@ -57,18 +60,26 @@ def test_it_serves_drains_at_the_first_signal_and_exits_0(endless_folder):
 
 
 def test_a_second_signal_stops_at_once(endless_folder):
-    process, url, _ = start(endless_folder)
+    state, bound, started = State.open(load(endless_folder), Settings("tiny")), bind("127.0.0.1", 0), threading.Event()
+    server = server_for(state, started.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
     try:
-        stream = post(f"{url}/v1/chat/completions", CHAT | {"stream": True, "max_tokens": 7000})
+        assert started.wait(WAIT)
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1/chat/completions"
+        stream = post(url, CHAT | {"stream": True, "max_tokens": 3000})
         stream.readline()
-        process.send_signal(signal.SIGTERM)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.5)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT / 4) == 0
+        server.handle_exit(signal.SIGTERM, None)
+        thread.join(0.5)
+        assert thread.is_alive(), "the first lets the stream go on"
+        server.handle_exit(signal.SIGTERM, None)
+        thread.join(WAIT)
+        assert not thread.is_alive()
+        emitted = state.metrics.totals.emitted
+        assert emitted < 2900, "the stream was cut off"
     finally:
-        process.kill()
-        process.communicate()
+        server.force_exit = True
+        state.close()
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(run):  # noqa: F811

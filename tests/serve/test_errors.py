@@ -87,6 +87,12 @@ def test_a_body_that_is_no_object_is_a_400(server, body):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_body_without_its_content_type_says_what_is_missing(server):
+    answer = server.client.post(CHATS, content=json.dumps(CHAT), headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
 def test_half_a_surrogate_pair_in_a_prompt_is_a_400(server):
     body = '{"prompt": "a \\ud800 b"}'
     answer = server.client.post(TEXTS, content=body, headers={"Content-Type": "application/json"})

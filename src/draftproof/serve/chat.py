@@ -38,6 +38,7 @@ def prepare_chat(state: State, body: ChatBody, arrival: Arrival) -> "ChatAnswer"
     )
     options: dict[str, Any] = {"allowed": allowed}
     if body.logprobs:
+        state.token_texts.load()
         options["logprobs"] = min(body.top_logprobs or 0, state.engine.model.vocab_size)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return ChatAnswer(state, body, submit_all(state, body, [tokens], limit, options, arrival.at), arrival, use)

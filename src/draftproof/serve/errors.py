@@ -110,5 +110,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     place = [str(step) for step in first["loc"] if step != "body"]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if first["type"] in ("model_attributes_type", "missing") and not place:
+        return ApiError(400, "the body must be a JSON object, with the header Content-Type: application/json")
     name = ".".join(place) or None
     return ApiError(400, f"{name or 'the body'}: {first['msg']}", param=name)

@@ -23,7 +23,7 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[s
 
 
 def _token(token: int, value: float, texts: TokenTexts) -> dict[str, Any]:
-    return {"token": texts.text(token), "logprob": finite(value), "bytes": texts.bytes(token)}
+    return {"token": texts.text(token), "logprob": finite(value), "bytes": texts.byte_values(token)}
 
 
 def completion_logprobs(

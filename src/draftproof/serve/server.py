@@ -51,13 +51,18 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def run(state: State, bound: socket.socket, on_started: Callable[[], None] = lambda: None) -> None:
-    """Serve until a signal comes and the requests that run have ended."""
+def server_for(state: State, on_started: Callable[[], None] = lambda: None) -> DrainingServer:
+    """Return the server of a state, which does not run yet; `on_started` is called when it accepts requests."""
     config = uvicorn.Config(
         create_app(state), log_config=None, access_log=False, lifespan="on", backlog=BACKLOG, server_header=False
     )
+    return DrainingServer(config, state, on_started)
+
+
+def run(state: State, bound: socket.socket, on_started: Callable[[], None] = lambda: None) -> None:
+    """Serve until a signal comes and the requests that run have ended."""
     try:
-        DrainingServer(config, state, on_started).run(sockets=[bound])
+        server_for(state, on_started).run(sockets=[bound])
     finally:
         state.close()
 

@@ -1,6 +1,5 @@
 """Spell single tokens for answers: as text, and as bytes, of which a token may hold a part of a character."""
 
-import builtins
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -14,7 +13,11 @@ class TokenTexts:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self.text = lru_cache(2**16)(self._text)
 
-    def bytes(self, token: int) -> list[int]:
+    def load(self) -> None:
+        """Read the vocabulary's bytes now, on a thread where it may take its time."""
+        self._spelled  # noqa: B018  (computed at its first use)
+
+    def byte_values(self, token: int) -> list[int]:
         """Return a token's bytes, as OpenAI lists them."""
         spelled = self._spelled.get(token)
         return list(self.text(token).encode() if spelled is None else spelled)
@@ -24,7 +27,7 @@ class TokenTexts:
         return text
 
     @cached_property
-    def _spelled(self) -> "dict[int, builtins.bytes]":
+    def _spelled(self) -> dict[int, bytes]:
         try:
             return TokenBytes(self._tokenizer, self._vocab_size).spelled
         except ValueError:  # a tokenizer whose tokens have no bytes of their own
