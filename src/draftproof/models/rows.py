@@ -117,6 +117,13 @@ class PackedModel(Protocol):
     ) -> tuple[Float[Tensor, "J V"], tuple[Float[Tensor, "N H"], ...]]: ...
 
 
+@runtime_checkable
+class ModelWithRows(Protocol):
+    """A model that brings rows of its own."""
+
+    def open_rows(self) -> "RectangularRows": ...
+
+
 def packs(model: object) -> bool:
     """Return whether the passes of a model are packed."""
     return isinstance(model, PackedModel) and model.packing_refusal is None
@@ -126,7 +133,7 @@ def open_rows(model: Model, pages: int) -> "PooledRows | RectangularRows":
     """Return the rows of a model: over a pool of so many pages if its passes can be packed."""
     if isinstance(model, PackedModel) and model.packing_refusal is None:
         return PooledRows(model, pages)
-    return RectangularRows(model)
+    return model.open_rows() if isinstance(model, ModelWithRows) else RectangularRows(model)
 
 
 class PooledRows:
