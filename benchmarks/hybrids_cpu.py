@@ -26,7 +26,12 @@ COMMON = {"vocab_size": V, "hidden_size": 768, "tie_word_embeddings": True, "max
 NO_END = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ATTENTION = {"num_attention_heads": 12, "num_key_value_heads": 4}
 SSM = {"mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}
-DELTA = {"linear_num_key_heads": 6, "linear_num_value_heads": 12, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+DELTA = {
+    "linear_num_key_heads": 6,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 EVERY_FOURTH = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 3
 
 FAMILIES: dict[str, Callable[[], tf.PreTrainedConfig]] = {

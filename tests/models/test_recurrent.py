@@ -38,7 +38,9 @@ class Ragged:
         worst = 0.0
         for b, text in enumerate(self.texts):
             with torch.no_grad():
-                plain = self.model(torch.tensor([[*text, *self.tokens[b].tolist()]]), use_cache=False).logits[0, -width:]
+                plain = self.model(torch.tensor([[*text, *self.tokens[b].tolist()]]), use_cache=False).logits[
+                    0, -width:
+                ]
             worst = max(worst, float((logits[b] - plain).abs().max() / plain.std()))
         return worst
 
@@ -198,7 +200,9 @@ def test_it_is_a_model_with_a_cache():
 @pytest.mark.parametrize("name", IGNORES_STATE)
 def test_a_family_whose_passes_ignore_their_state_is_refused_with_the_measured_error(name):
     model = tf.AutoModelForCausalLM.from_config(IGNORES_STATE[name]()).eval()
-    with pytest.raises(InexactError, match=r"cannot roll back.*differ from a plain forward by \d\.\de[-+]\d\d of their"):
+    with pytest.raises(
+        InexactError, match=r"cannot roll back.*differ from a plain forward by \d\.\de[-+]\d\d of their"
+    ):
         as_model(model)
 
 

@@ -113,9 +113,7 @@ class HybridCache:
         """Return a cache of these rows, in this order."""
         self.settle()
         index = torch.tensor(list(rows), dtype=torch.long, device=self.slots.lengths.device)
-        states = {
-            i: {key: state[index] for key, state in layer.states.items()} for i, layer in self._layers.items()
-        }
+        states = {i: {key: state[index] for key, state in layer.states.items()} for i, layer in self._layers.items()}
         return HybridCache(self._kinds, self._mixers, self.slots.take(rows), states)
 
     def join(self, other: Cache) -> "HybridCache":

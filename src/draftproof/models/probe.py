@@ -27,7 +27,16 @@ PROBE_LONG, PROBE_SHORT = 7, 3
 PROBE_TREE = [ROOT, ROOT, 1]
 """Parents in the tree of a probe: two siblings, and a child of the second, which must not see the first."""
 
-ROLLBACKS: Final = ((6, (6, 2)), (4, (4, 4)), (1, (1, 0)), (1, (0, 1)), (5, (0, 3)), (5, (4, 1)), (3, (1, 3)), (1, (1, 1)))
+ROLLBACKS: Final = (
+    (6, (6, 2)),
+    (4, (4, 4)),
+    (1, (1, 0)),
+    (1, (0, 1)),
+    (5, (0, 3)),
+    (5, (4, 1)),
+    (3, (1, 3)),
+    (1, (1, 1)),
+)
 """Passes of a probe of recurrent states: tokens in each row, and how many of them each row keeps."""
 
 LONGEST_CROSSED: Final = 512

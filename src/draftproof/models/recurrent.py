@@ -107,7 +107,9 @@ class Mixer:
     def zeros(self, rows: int) -> States:
         return {key: state.new_zeros((rows, *state.shape[1:])) for key, state in self.one_row.items()}
 
-    def replay(self, call: Call, before: States, shape: tuple[int, int], rows: Int[Tensor, " r"] | None, n: int) -> States:
+    def replay(
+        self, call: Call, before: States, shape: tuple[int, int], rows: Int[Tensor, " r"] | None, n: int
+    ) -> States:
         """Return the states after the first n tokens of these rows; all rows if None.
 
         before  the states of these rows before the pass
