@@ -48,7 +48,8 @@ FAMILIES: dict[str, Callable[[], tf.PreTrainedConfig]] = {
         num_hidden_layers=10,
     ),
     "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
-        **COMMON, **NO_END, **ATTENTION, **SSM, num_local_experts=0, shared_intermediate_size=2048, num_hidden_layers=10,
+        **COMMON, **NO_END, **ATTENTION, **SSM, num_local_experts=0, shared_intermediate_size=2048,
+        num_hidden_layers=10,
         layer_types=["linear_attention"] * 4 + ["full_attention"] + ["linear_attention"] * 5,
     ),
     "mamba2": lambda: tf.Mamba2Config(

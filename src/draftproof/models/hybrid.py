@@ -98,8 +98,8 @@ class HybridCache:
         for row, (wanted, start) in enumerate(zip(lengths.tolist(), least, strict=True)):
             if wanted < start:
                 raise ValueError(
-                    f"lengths[{row}]={wanted}: the recurrent states of this row hold {start} tokens, and only tokens of "
-                    "the last pass can be taken back. Take the row out, and read its text again"
+                    f"lengths[{row}]={wanted}: the recurrent states of this row hold {start} tokens, and only tokens "
+                    "of the last pass can be taken back. Take the row out, and read its text again"
                 )
         self.slots.lengths = lengths
 

@@ -129,9 +129,9 @@ def probe_rollback(served: Model, original: PreTrainedModel) -> None:
     if not off <= _rounding_limit(original):
         raise InexactError(
             f"{type(original).__name__} cannot roll back after a rejection: its logits after a replay of the kept "
-            f"tokens differ from a plain forward by {off:.1e} of their standard deviation. Its passes over several tokens "
-            "ignore the recurrent state, or use it in another way than passes over one. Use a model with attention in "
-            "every layer, or transformers' own generate"
+            f"tokens differ from a plain forward by {off:.1e} of their standard deviation. Its passes over several "
+            "tokens ignore the recurrent state, or use it in another way than passes over one. Use a model with "
+            "attention in every layer, or transformers' own generate"
         )
 
 

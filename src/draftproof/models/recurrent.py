@@ -1,9 +1,10 @@
 """Recurrent states that can be rolled back: replay of the mixers alone on the tokens that were kept.
 
-A mixer (a Mamba or DeltaNet block, a gated short convolution) folds every token into a state of fixed size, which cannot
-be shortened. So a pass keeps the states before it, and what each mixer read: its arguments, and the results of its linear
-layers. When not all of the tokens are kept, the states are put back, and the mixers run again over the first n tokens of
-each row. Their linear layers, nearly all of their weights, are not computed again: a replay returns their results.
+A mixer (a Mamba or DeltaNet block, a gated short convolution) folds every token into a state of fixed size, which
+cannot be shortened. So a pass keeps the states before it, and what each mixer read: its arguments, and the results of
+its linear layers. When not all of the tokens are kept, the states are put back, and the mixers run again over the first
+n tokens of each row. Their linear layers, nearly all of their weights, are not computed again: a replay returns their
+results.
 
 Mixers are found by looking at which modules write to a cache's recurrent layers, not by a list of names.
 """
@@ -144,7 +145,7 @@ def _cut(value: Any, shape: tuple[int, int], rows: Int[Tensor, " r"] | None, n: 
 
 @dataclass(slots=True)
 class _RecordedLinear:
-    """The forward of a linear layer in a mixer: computed and recorded in a pass, and returned from there in a replay."""
+    """The forward of a mixer's linear layer: computed and recorded in a pass, and returned from there in a replay."""
 
     layer: int
     forward: Any
@@ -164,7 +165,7 @@ class _RecordedLinear:
 class _BeforeMixer:
     """Forward pre-hook of a mixer: records its arguments, and fits the chunks of its scan to the pass.
 
-    A scan pads a pass to whole chunks, of 256 tokens in Mamba-2, whose cost is quadratic. Any size gives the same result.
+    A scan pads a pass to whole chunks, of 256 tokens in Mamba-2, at quadratic cost. Any size gives the same result.
     """
 
     layer: int
@@ -270,7 +271,7 @@ def _limit_time_steps(module: nn.Module) -> None:
     """Clamp a Mamba-2 mixer's time steps where they are projected.
 
     transformers 5.22 clamps them in its scan, but not in a step over one token (Nemotron-H, Zamba2), so that a text's
-    distribution would depend on how it is cut into passes. The softplus between the projection and the scan is monotonic.
+    distribution would depend on how it is cut into passes. The softplus between projection and scan is monotonic.
     """
     low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
     if low <= 0 and high == math.inf:
