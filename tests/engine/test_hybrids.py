@@ -1,7 +1,7 @@
 """Hybrid and recurrent targets in the engine: greedy texts, joint distributions, rows that come and go, MTP layers.
 
 The joint distribution of three tokens after four prompts of different lengths, in one ragged batch, is tested by
-G-test: α = 1e-6, fixed seeds; 1600 texts over 256 cells find a total variation of about 0.12. The control, a rollback
+G-test: α = 1e-6, fixed seeds; 1600 texts over 256 cells find a total variation of about 0.15. The control, a rollback
 that forgets to restore the states, fails with as many.
 """
 
