@@ -276,7 +276,7 @@ def _limit_time_steps(module: nn.Module) -> None:
     low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
     if low <= 0 and high == math.inf:
         return
-    bias: Tensor = module.dt_bias.detach()  # type: ignore[assignment]
+    bias = module.get_parameter("dt_bias").detach()
     least, most = (-math.inf if limit <= 0 else _inverse_softplus(limit) for limit in (low, high))
 
     def clamp(_module: nn.Module, _args: Any, projected: Tensor) -> Tensor:
