@@ -131,7 +131,7 @@ def test_texts_have_the_targets_distribution(name):
 
 @pytest.mark.statistical
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rule"), zip(SERVED, cycle(["block", "token", "coupled"]), strict=False))
+@pytest.mark.parametrize(("name", "rule"), list(zip(SERVED, cycle(["block", "token", "coupled"]), strict=False)))
 def test_texts_have_the_targets_distribution_in_batches_of_four(name, rule):
     assert p_value(*engine_for(name, rule, 4)) > ALPHA
 

@@ -54,7 +54,10 @@ SERVED: dict[str, Callable[[int], tf.PreTrainedConfig]] = {
         num_experts_per_tok=2,
     ),
     "nemotron_h": lambda n: tf.NemotronHConfig(
-        vocab_size=n, **HEADS, **NEMOTRON, layers_block_type=["mamba", "attention", "mlp", "mamba"]
+        vocab_size=n,
+        **HEADS,
+        **NEMOTRON,
+        layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention"],
     ),
     "bamba": lambda n: tf.BambaConfig(vocab_size=n, **HEADS, **MAMBA, num_hidden_layers=3, attn_layer_indices=[1]),
     "zamba2": lambda n: tf.Zamba2Config(
