@@ -9,6 +9,7 @@ import transformers as tf
 from draftproof.core.types import InexactError
 from draftproof.models import recurrent
 from draftproof.models.cache import SlotCache
+from draftproof.models.cpu_linear import pack, packable
 from draftproof.models.hybrid import NO_TREES, PIECE, HybridCache, HybridModel
 from draftproof.models.interface import Cache, Model
 from draftproof.models.loading import as_model
@@ -181,6 +182,18 @@ def test_the_model_itself_is_not_altered():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
         assert "forward" not in vars(module)
+
+
+def test_packed_linear_layers_which_copies_of_a_model_share():
+    model = copy.deepcopy(hybrid("lfm2"))
+    if not packable(model):
+        pytest.skip("this build of torch cannot pack")
+    pack(model)
+    packed = model.model.layers[0].conv.in_proj
+    HybridModel(model)
+    HybridModel(model)
+    assert model.model.layers[0].conv.in_proj is packed
+    assert "forward" not in vars(packed)
 
 
 def test_it_is_a_model_with_a_cache():

@@ -143,22 +143,28 @@ def _cut(value: Any, shape: tuple[int, int], rows: Int[Tensor, " r"] | None, n: 
     return value[:, :n] if rows is None or len(value) != shape[0] else value[rows, :n]
 
 
-@dataclass(slots=True)
-class _RecordedLinear:
-    """The forward of a mixer's linear layer: computed and recorded in a pass, and returned from there in a replay."""
+class _RecordedLinear(nn.Module):
+    """A mixer's linear layer, whose results are recorded in a pass, and returned from there in a replay."""
 
-    layer: int
-    forward: Any
+    def __init__(self, layer: int, linear: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.linear = layer, linear
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         replayed = _replaying.get()
         if replayed is not None:
             return next(replayed)
-        result: Tensor = self.forward(*args, **kwargs)
+        result: Tensor = self.linear(*args, **kwargs)
         calls = _recording.get()
         if calls is not None:
             calls[self.layer].linear.append(result)
         return result
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("linear"), name)  # a mixer may look at the weight
 
 
 @dataclass(slots=True)
@@ -252,19 +258,18 @@ def _zeros(layer: Any) -> States:
 
 def _install(layer: int, module: nn.Module) -> None:
     """Let a mixer be recorded and replayed, and obey its limits in passes over one token."""
+    _record_linear_layers(layer, module)
     _limit_time_steps(module)
-    for linear in _linear_layers(module):
-        linear.forward = _RecordedLinear(layer, linear.forward)  # type: ignore[method-assign]
     module.register_forward_pre_hook(_BeforeMixer(layer, getattr(module, "chunk_size", None)), with_kwargs=True)
 
 
-def _linear_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost linear layers: an adapter's is one of its own, around others."""
-    for child in module.children():
+def _record_linear_layers(layer: int, module: nn.Module) -> None:
+    """Wrap the outermost linear layers: an adapter is one, around others. They may be shared with the user's model."""
+    for name, child in list(module.named_children()):
         if hasattr(child, "in_features") and hasattr(child, "out_features"):
-            yield child
+            setattr(module, name, _RecordedLinear(layer, child))
         else:
-            yield from _linear_layers(child)
+            _record_linear_layers(layer, child)
 
 
 def _limit_time_steps(module: nn.Module) -> None:
@@ -283,7 +288,7 @@ def _limit_time_steps(module: nn.Module) -> None:
         rest, steps = projected.split([projected.shape[-1] - len(bias), len(bias)], -1)
         return torch.cat([rest, steps.maximum((least - bias).to(steps)).minimum((most - bias).to(steps))], -1)
 
-    module.in_proj.register_forward_hook(clamp)  # type: ignore[union-attr]
+    module.get_submodule("in_proj").register_forward_hook(clamp)
 
 
 def _inverse_softplus(value: float) -> float:
