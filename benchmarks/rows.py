@@ -124,7 +124,7 @@ def requests(tokenizer: Any, count: int) -> tuple[list[list[int]], list[int]]:
 def contender(count: int, drafter: str | None, batch: int) -> dict[str, Any]:
     """Run mixed requests with whichever draftproof is on the path; the API is that of both commits."""
     torch.set_num_threads(2)
-    more = {"kv_memory": 2**31} if hasattr(dp.engine.engine.Engine, "service") else {}
+    more = {"kv_memory": 2**31} if hasattr(dp.Engine, "service") else {}
     engine = dp.load(drafter=drafter, max_batch=batch, **more)
     prompts, outs = requests(engine.tokenizer, count)
     engine.generate([prompts[0][:20]] * 2, temperature=0, max_tokens=4)

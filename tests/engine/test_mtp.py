@@ -1,7 +1,7 @@
 """MTP layers in the engine: the right states, which survive rejections, and the target's texts.
 
 As in test_eagle3.py, wrong wiring shows with a target whose MTP layer makes no mistakes. Qwen3-Next and Qwen3.5 are
-recurrent hybrids, which the engine refuses as targets; tests/models/test_mtp.py tests their layers alone. The joint
+recurrent hybrids, whose drafts are chains: see test_hybrids.py. The joint
 distribution of two tokens is tested by G-test: α = 1e-6, fixed seed; 2000 texts over 576 cells find a total variation
 of about 0.12, and the control fails with as many.
 """

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from draftproof.core.device import is_cpu, runs_kernels
 from draftproof.core.types import InexactError
@@ -26,6 +31,9 @@ TESTED_FAMILIES = frozenset(
 
 SHORTENABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers of transformers that a slot cache can replace: one key and one value for each token."""
+
+RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+"""Cache layers of transformers that hold recurrent states, which models/recurrent.py rolls back by replay."""
 
 POSITIONS_BY_SLOT = {
     "gpt_neo": "its local layers cut their window by slot, the same for all rows",
@@ -43,8 +51,16 @@ PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that are not quantised; float8 is."""
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise if the model cannot be served exactly, or only after a change to it."""
+def has_recurrent_layers(model: PreTrainedModel) -> bool:
+    """Return whether some layers of the model keep recurrent states in transformers' cache."""
+    return any(type(layer) in RECURRENT for layer in DynamicCache(config=decoder_config(model)).layers)
+
+
+def refuse_unsupported(model: PreTrainedModel, *, recurrent: bool = False) -> None:
+    """Raise if the model cannot be served exactly, or only after a change to it.
+
+    recurrent  the caller can roll back recurrent states
+    """
     name = type(model).__name__
     family = model.config.model_type
     if model.training:
@@ -52,13 +68,14 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     _refuse_placement(model)
     if family in POSITIONS_BY_SLOT:
         raise InexactError(f"{name} cannot be served in ragged batches and trees: {POSITIONS_BY_SLOT[family]}")
+    served = (DynamicLayer, *RECURRENT) if recurrent else SHORTENABLE
     for index, layer in enumerate(DynamicCache(config=decoder_config(model)).layers):
-        if type(layer) not in SHORTENABLE:
+        if type(layer) not in served:
             raise InexactError(
                 f"{name} cannot roll back after a rejection: layer {index} keeps a {type(layer).__name__}, a state "
                 "that cannot be shortened. Use a model with attention in every layer, or transformers' own generate"
             )
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not recurrent:
         raise InexactError(
             f"{name} cannot roll back after a rejection: transformers marks its state ({family}) as recurrent. "
             "Use a model with attention in every layer, or transformers' own generate"

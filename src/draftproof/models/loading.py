@@ -86,8 +86,13 @@ def _wrapped(hf: Any, graphs: bool, drafter: bool) -> Model:
         from draftproof.models.encoder_decoder import EncoderDecoder
 
         return EncoderDecoder(hf, drafter=drafter)
+    from draftproof.models.compatibility import has_recurrent_layers
     from draftproof.models.hf import HFModel
 
+    if has_recurrent_layers(hf) and not drafter:  # a draft takes a pass for each token; replay undoes one pass
+        from draftproof.models.hybrid import HybridModel
+
+        return HybridModel(hf)
     return HFModel(hf, graphs=graphs, drafter=drafter)
 
 

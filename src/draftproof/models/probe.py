@@ -8,7 +8,7 @@ of a plain forward.
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -19,11 +19,25 @@ from draftproof.core.types import ROOT, InexactError
 from draftproof.models.compatibility import TESTED_FAMILIES, decoder_config, has_foreign_code, is_quantized
 from draftproof.models.interface import Cache, Model
 
+Result = TypeVar("Result")
+
 PROBE_LONG, PROBE_SHORT = 7, 3
 """Tokens in the two rows of a probe. Lengths must differ to reveal positions or masks not computed for each row."""
 
 PROBE_TREE = [ROOT, ROOT, 1]
 """Parents in the tree of a probe: two siblings, and a child of the second, which must not see the first."""
+
+ROLLBACKS: Final = (
+    (6, (6, 2)),
+    (4, (4, 4)),
+    (1, (1, 0)),
+    (1, (0, 1)),
+    (5, (0, 3)),
+    (5, (4, 1)),
+    (3, (1, 3)),
+    (1, (1, 1)),
+)
+"""Passes of a probe of recurrent states: tokens in each row, and how many of them each row keeps."""
 
 LONGEST_CROSSED: Final = 512
 """Tokens of the longest attention window that a probe crosses; longer rows would cost seconds on a CPU."""
@@ -69,7 +83,7 @@ def probe(
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(served.vocab_size, (long + PROBE_SHORT + len(PROBE_TREE),), generator=generator)
     rows = tokens.to(served.device).split([long, PROBE_SHORT, len(PROBE_TREE)])
-    logits = _attempt(original, lambda: _served_logits(served, *rows))
+    logits = attempt(original, lambda: _served_logits(served, *rows))
     texts = [text for row in rows[:2] for text in (row, torch.cat([row, rows[2][1:]]))]
     with torch.no_grad():
         plain = torch.stack([original(text[None], use_cache=False, logits_to_keep=1).logits[0, -1] for text in texts])
@@ -92,7 +106,7 @@ def probe_causality(served: Model, original: PreTrainedModel, new_cache: Callabl
     texts = torch.randint(served.vocab_size, (CAUSAL_VARIANTS, T), generator=generator).to(served.device)
     texts[:, :same] = texts[0, :same]
     # One at a time: quantisation may decide over the rows of a batch, too.
-    logits = _attempt(
+    logits = attempt(
         original, lambda: torch.stack([served(text[None], new_cache(1)).logits[0, :same] for text in texts]).float()
     )
     off = float((logits - logits[0]).abs().max() / logits[0].std())
@@ -101,6 +115,40 @@ def probe_causality(served: Model, original: PreTrainedModel, new_cache: Callabl
             f"{type(original).__name__} is not causal: a later token moves earlier logits by {100 * off:.1f} % of "
             f"their spread, so a draft would change the distribution of the text. {_advice(original)}"
         )
+
+
+def probe_rollback(served: Model, original: PreTrainedModel) -> None:
+    """Refuse a model with recurrent states whose logits after rollbacks differ from a plain forward.
+
+    Two rows of different lengths take passes over one token and over several, of which they keep all, some or none.
+    """
+    generator = torch.Generator().manual_seed(0)
+    B, T = len(ROLLBACKS[0][1]), sum(width for width, _ in ROLLBACKS)
+    tokens = torch.randint(served.vocab_size, (B, T), generator=generator).to(served.device)
+    off = attempt(original, lambda: _worst_after_rollbacks(served, original, tokens))
+    if not off <= _rounding_limit(original):
+        raise InexactError(
+            f"{type(original).__name__} cannot roll back after a rejection: its logits after a replay of the kept "
+            f"tokens differ from a plain forward by {off:.1e} of their standard deviation. Its passes over several "
+            "tokens ignore the recurrent state, or use it in another way than passes over one. Use a model with "
+            "attention in every layer, or transformers' own generate"
+        )
+
+
+def _worst_after_rollbacks(served: Model, original: PreTrainedModel, tokens: Int[Tensor, "B T"]) -> float:
+    """Return the largest difference of logits to a plain forward, in standard deviations."""
+    cache, worst = served.new_cache(len(tokens)), 0.0
+    texts = [row[:0] for row in tokens]
+    for width, counts in ROLLBACKS:
+        these, tokens = tokens[:, :width], tokens[:, width:]
+        logits = served(these, cache).logits
+        for b, text in enumerate(texts):
+            with torch.no_grad():
+                plain = original(torch.cat([text, these[b]])[None], use_cache=False).logits[0, -width:]
+            worst = max(worst, float((logits[b] - plain).abs().max() / plain.std()))
+        cache.keep(torch.tensor(counts))
+        texts = [torch.cat([text, row[:n]]) for text, row, n in zip(texts, these, counts, strict=True)]
+    return worst
 
 
 def _advice(original: PreTrainedModel) -> str:
@@ -146,10 +194,12 @@ def _served_logits(
     return served(tokens, cache, parents=parents).logits[:, [0, -1]].flatten(0, 1)
 
 
-def _attempt(original: PreTrainedModel, run: Callable[[], Tensor]) -> Tensor:
+def attempt(original: PreTrainedModel, run: Callable[[], Result]) -> Result:
     """Return the result of a pass; a model that does not accept our masks or cache may raise anything."""
     try:
         return run()
+    except InexactError:
+        raise
     except Exception as error:
         raise InexactError(
             f"{type(original).__name__} cannot be served: it does not accept our masks and cache "

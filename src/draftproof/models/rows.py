@@ -120,6 +120,13 @@ class PackedModel(Protocol):
     ) -> tuple[Float[Tensor, "J V"], tuple[Float[Tensor, "N H"], ...]]: ...
 
 
+@runtime_checkable
+class ModelWithRows(Protocol):
+    """A model that brings rows of its own."""
+
+    def open_rows(self) -> "RectangularRows": ...
+
+
 def packs(model: object) -> bool:
     """Return whether the passes of a model are packed."""
     return isinstance(model, PackedModel) and model.packing_refusal is None
@@ -133,7 +140,7 @@ def open_rows(model: Model, pages: int) -> "PooledRows | RectangularRows":
         from draftproof.models.device_rows import DeviceRows
 
         return DeviceRows(model, pages)
-    return RectangularRows(model)
+    return model.open_rows() if isinstance(model, ModelWithRows) else RectangularRows(model)
 
 
 class PooledRows:

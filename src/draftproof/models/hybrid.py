@@ -1,0 +1,306 @@
+"""Serve models with recurrent layers, alone or beside attention: Qwen3.5, LFM2, Falcon-H1, Mamba-2 and others.
+
+Attention layers keep their tokens in a slot cache. Recurrent layers are rolled back by replay (recurrent.py). Padding
+is never kept, so it leaves no trace in a state; prompts are read in runs of equal length, where nothing is replayed.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any, Final
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+from draftproof.models.attention import steady_attention
+from draftproof.models.cache import SlotCache, SlotLayer, outside_inference_mode
+from draftproof.models.compatibility import (
+    decoder_config,
+    head_size,
+    is_quantized,
+    max_positions,
+    refuse_unsupported,
+)
+from draftproof.models.hf import LayerStates, check_layers, check_pass
+from draftproof.models.interface import Cache, Forward
+from draftproof.models.masks import additive_mask, chain_view
+from draftproof.models.probe import attempt, probe_causality, probe_rollback
+from draftproof.models.recurrent import Call, Mixer, StateLayer, States, find_mixers, recording
+from draftproof.models.rows import Read, Reading, RectangularRows
+from draftproof.models.weight_sharing import copy_for_slot_cache, run_once
+
+NO_TREES: Final = (
+    "a recurrent layer reads its tokens in one order, so a tree cannot be scored: use a rule for chains "
+    '("block", "token" or "coupled") and branches=1'
+)
+
+PIECE: Final = 256
+"""Tokens of a prompt in one pass: what is recorded for a replay takes memory for each of them."""
+
+
+class SlotStateLayer(SlotLayer, StateLayer):
+    """Keys and values beside recurrent states, for layers that have attention and a mixer side by side."""
+
+    def __init__(self, cache: SlotCache, states: States) -> None:
+        SlotLayer.__init__(self, cache)
+        StateLayer.__init__(self, states)
+
+
+class HybridCache:
+    """The keys, values and recurrent states of a model's rows.
+
+    Tokens that were not kept are undone before the next pass, or before rows are taken or joined: until then `keep` may
+    be called for some rows after others.
+    """
+
+    def __init__(self, kinds: Sequence[Any], mixers: Sequence[Mixer], slots: SlotCache, states: Mapping[int, States]):
+        self.slots = slots
+        self._kinds, self._mixers = kinds, mixers
+        self._before: dict[int, States] | None = None
+        """The states before the last pass, by layer; None if nothing is to be undone."""
+        self._calls: dict[int, Call] = {}
+        self._copies: dict[int, States] = {}
+        self._start: list[int] = []
+        self._layers: dict[int, StateLayer] = {}
+        self.past = TransformersCache(layers=self._make_layers(states))
+
+    def _make_layers(self, states: Mapping[int, States]) -> list[Any]:
+        """Return a layer for each of the model's, and let those with keys and values share the slot cache's."""
+        layers: list[Any] = []
+        attending = 0
+        for index, kind in enumerate(self._kinds):
+            attends = isinstance(kind, CacheLayerMixin)
+            if index not in states:
+                layers.append(self.slots.layers[attending] if attends else LinearAttentionLayer())
+            elif attends:
+                both, old = SlotStateLayer(self.slots, states[index]), self.slots.layers[attending]
+                both.keys, both.values, both.is_initialized = old.keys, old.values, old.is_initialized
+                self.slots.layers[attending] = both
+                layers.append(both)
+            else:
+                layers.append(StateLayer(states[index]))
+            attending += attends
+        self._layers = {index: layers[index] for index in states}
+        return layers
+
+    @property
+    def lengths(self) -> Int[Tensor, " B"]:
+        """Return the number of tokens in each row. Assigning shortens rows by tokens of the last pass at most."""
+        return self.slots.lengths
+
+    @lengths.setter
+    def lengths(self, lengths: Int[Tensor, " B"]) -> None:
+        least = self.slots.lengths.tolist() if self._before is None else self._start
+        for row, (wanted, start) in enumerate(zip(lengths.tolist(), least, strict=True)):
+            if wanted < start:
+                raise ValueError(
+                    f"lengths[{row}]={wanted}: the recurrent states of this row hold {start} tokens, and only tokens "
+                    "of the last pass can be taken back. Take the row out, and read its text again"
+                )
+        self.slots.lengths = lengths
+
+    def keep(self, counts: Int[Tensor, " B"], path: Int[Tensor, "B K"] | None = None) -> None:
+        """Lengthen each row by `counts` tokens of the last pass, its first ones."""
+        if path is not None:
+            raise ValueError(NO_TREES)
+        self.slots.keep(counts)
+
+    def take(self, rows: Sequence[int]) -> "HybridCache":
+        """Return a cache of these rows, in this order."""
+        self.settle()
+        index = torch.tensor(list(rows), dtype=torch.long, device=self.slots.lengths.device)
+        states = {i: {key: state[index] for key, state in layer.states.items()} for i, layer in self._layers.items()}
+        return HybridCache(self._kinds, self._mixers, self.slots.take(rows), states)
+
+    def join(self, other: Cache) -> "HybridCache":
+        """Return a cache of these rows followed by the rows of `other`."""
+        if not isinstance(other, HybridCache):
+            raise ValueError(f"other is a {type(other).__name__}: a HybridCache can be joined only with a HybridCache")
+        self.settle()
+        other.settle()
+        states = {
+            i: {key: torch.cat([state, other._layers[i].states[key]]) for key, state in layer.states.items()}
+            for i, layer in self._layers.items()
+        }
+        return HybridCache(self._kinds, self._mixers, self.slots.join(other.slots), states)
+
+    def start_pass(self, width: int, limit: int | None) -> dict[int, Call]:
+        """Undo what was not kept, make room for `width` tokens in every row, and return where calls are recorded."""
+        self.settle()
+        self.slots.reserve(width, limit)
+        self._start = self.slots.lengths.tolist()
+        self._before = {index: layer.states for index, layer in self._layers.items()}
+        self._calls = {}
+        if width == 1:
+            for mixer in self._mixers:
+                if mixer.steps_in_place:
+                    layer = self._layers[mixer.layer]
+                    layer.states = self._copies[mixer.layer] = {k: state.clone() for k, state in layer.states.items()}
+        return self._calls
+
+    def finish_pass(self) -> None:
+        """Note which mixers have replaced the states of a pass over one token: theirs need no copy from now on."""
+        for mixer in self._mixers:
+            copies = self._copies.pop(mixer.layer, None)
+            if copies is not None:
+                now = self._layers[mixer.layer].states
+                mixer.steps_in_place = any(now[key] is copy for key, copy in copies.items())
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Undo the tokens of the last pass that were not kept: put states back, and replay the mixers on the others."""
+        before, self._before = self._before, None
+        calls, self._calls = self._calls, {}
+        if before is None:
+            return
+        B, T = len(self._start), self.slots.width
+        by_count: dict[int, list[int]] = {}
+        for row, (length, start) in enumerate(zip(self.slots.lengths.tolist(), self._start, strict=True)):
+            if length - start < T:
+                by_count.setdefault(length - start, []).append(row)
+        for n, rows in by_count.items():
+            index = None if len(rows) == B else torch.tensor(rows, device=self.slots.lengths.device)
+            for mixer in self._mixers:
+                old = before[mixer.layer]
+                if index is not None:
+                    old = {key: state[index] for key, state in old.items()}
+                new = old if n == 0 else mixer.replay(calls[mixer.layer], old, (B, T), index, n)
+                layer = self._layers[mixer.layer]
+                if index is None:
+                    layer.states = new
+                else:
+                    for key, state in layer.states.items():
+                        state.index_copy_(0, index, new[key])
+
+
+class HybridModel:
+    """A causal language model of transformers with recurrent layers as a `Model`. It scores chains, not trees.
+
+    The object passed in is never altered, as in `HFModel`. Every model is probed first: one whose passes over several
+    tokens ignore their state (Mamba-1, Jamba and FalconMamba in transformers 5.22) is refused.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        refuse_unsupported(model, recurrent=True)
+        if is_quantized(model):
+            run_once(model)
+        self._net = copy_for_slot_cache(model)
+        self._config = decoder_config(self._net)
+        self._kinds = DynamicCache(config=self._config).layers
+        self._attending = sum(isinstance(kind, CacheLayerMixin) for kind in self._kinds)
+        self._max_length = max_positions(self._config) if self._attending else None
+        self._vocab_size = head_size(self._net)
+        self._states = LayerStates.of(self._net)
+        accepted = signature(self._net.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
+        self._mixers = attempt(model, self._found_mixers)
+        probe_causality(self, model, self.new_cache)
+        probe_rollback(self, model)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        return self._max_length
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._net.device)
+
+    def new_cache(self, rows: int, capacity: int = 0) -> HybridCache:
+        slots = SlotCache(self._attending, rows, capacity, self.device)
+        states = {mixer.layer: mixer.zeros(rows) for mixer in self._mixers}
+        return HybridCache(self._kinds, self._mixers, slots, states)
+
+    def open_rows(self) -> "HybridRows":
+        return HybridRows(self)
+
+    def __call__(
+        self,
+        tokens: Int[Tensor, "B T"],
+        cache: Cache,
+        *,
+        parents: Int[Tensor, "B K"] | None = None,
+        scored: int | None = None,
+        layers: Sequence[int] = (),
+    ) -> Forward:
+        """Score `tokens` as the continuation of each cached row; see `Model`."""
+        if not isinstance(cache, HybridCache):
+            raise ValueError(f"cache is a {type(cache).__name__}: take one from this model's new_cache()")
+        if parents is not None:
+            raise ValueError(NO_TREES)
+        check_pass(tokens, parents, scored, len(cache.lengths))
+        check_layers(layers, self._config.num_hidden_layers)
+        with torch.inference_mode(), steady_attention(tokens.device):
+            with recording(cache.start_pass(tokens.shape[1], self._max_length)):
+                outputs = self._logits_and_states(tokens, cache, scored or 0, tuple(layers))
+            cache.finish_pass()
+        logits, *hidden = (outside_inference_mode(output) for output in outputs)
+        return Forward(logits, tuple(hidden))
+
+    def _logits_and_states(
+        self, tokens: Int[Tensor, "B T"], cache: HybridCache, scored: int, layers: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
+        """Return the logits, then the states after these layers."""
+        run = partial(self._run, cache.past, input_ids=tokens, logits_to_keep=scored)
+        if self._attending:
+            view = chain_view(cache.slots.place(cache.lengths), cache.slots.reach)
+            positions, visible = view.positions, view.visible[:, None]
+            eager = self._config._attn_implementation == "eager"
+            run = partial(
+                run,
+                # Four dimensions: transformers passes such a mask to attention as it is, and none to the mixers.
+                attention_mask=additive_mask(visible, self._net.dtype) if eager else visible,
+                position_ids=positions if self._max_length is None else positions.clamp(max=self._max_length - 1),
+            )
+        if not layers:
+            return (run().logits,)
+        if self._states is not None:
+            return self._states.collect(layers, lambda: run().logits)
+        out = run(output_hidden_states=True)
+        return (out.logits, *(out.hidden_states[layer] for layer in layers))
+
+    @torch.inference_mode()
+    def _found_mixers(self) -> list[Mixer]:
+        tokens = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+        layers = DynamicCache(config=self._config).layers
+        return find_mixers(self._net, layers, partial(self._run, input_ids=tokens, logits_to_keep=1))
+
+    def _run(self, past: TransformersCache, **inputs: Any) -> Any:
+        return self._net(**{self._cache_name: past}, use_cache=True, return_dict=True, **inputs)
+
+
+class HybridRows(RectangularRows):
+    """Rows of a hybrid model: prompts are read in runs of equal length, and in pieces."""
+
+    def _read(self, reading: Sequence[Reading], layers: Sequence[int]) -> list[Read]:
+        read: dict[int, Read] = {}
+        by_length: dict[int, list[Reading]] = {}
+        for each in reading:
+            by_length.setdefault(len(each.tokens), []).append(each)
+        for length, run in by_length.items():
+            read |= dict(zip([each.row for each in run], self._read_run(run, length, layers), strict=True))
+        return [read[each.row] for each in reading]
+
+    def _read_run(self, run: Sequence[Reading], length: int, layers: Sequence[int]) -> list[Read]:
+        """Read prompts of one length piece by piece, and add their rows to the cache."""
+        cache = self._new_cache([each.row for each in run], length)
+        scored = None if any(each.scored for each in run) else 1
+        pieces = []
+        for start in range(0, length, PIECE):
+            tokens = self._padded([each.tokens[start : start + PIECE] for each in run])
+            pieces.append(self._model(tokens, cache, scored=scored, layers=layers))
+            cache.keep(torch.full((len(run),), tokens.shape[1]))
+        self._cache = cache if self._cache is None else self._cache.join(cache)
+        self._rows += [each.row for each in run]
+        if not pieces:
+            return [Read((), None) for _ in run]
+        logits = torch.cat([piece.logits for piece in pieces], 1)
+        hidden = [torch.cat(states, 1) for states in zip(*(piece.hidden for piece in pieces), strict=True)]
+        return [Read(tuple(states[b] for states in hidden), logits[b]) for b in range(len(run))]

@@ -1,0 +1,295 @@
+"""Recurrent states that can be rolled back: replay of the mixers alone on the tokens that were kept.
+
+A mixer (a Mamba or DeltaNet block, a gated short convolution) folds every token into a state of fixed size, which
+cannot be shortened. So a pass keeps the states before it, and what each mixer read: its arguments, and the results of
+its linear layers. When not all of the tokens are kept, the states are put back, and the mixers run again over the first
+n tokens of each row. Their linear layers, nearly all of their weights, are not computed again: a replay returns their
+results.
+
+Mixers are found by looking at which modules write to a cache's recurrent layers, not by a list of names.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import LinearAttentionLayer
+
+from draftproof.core.types import InexactError
+
+States = dict[tuple[str, int], Tensor]
+"""The states of one layer by kind ("conv" or "recurrent") and number; the first dimension is the row."""
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers dispatches on this class
+    """One layer's recurrent states. An update makes new tensors, so that those before a pass need no copy.
+
+    It always holds states, which are zero at first. That gives what transformers computes without a state.
+    """
+
+    def __init__(self, states: States) -> None:
+        super().__init__(number_of_states=1 + max((index for _, index in states), default=0))
+        # transformers then does not write a single token's convolution in place.
+        self.record_past = True
+        self.states = states
+
+    @property
+    def states(self) -> States:
+        return {
+            (kind, index): state
+            for kind, by_index in (("conv", self.conv_states), ("recurrent", self.recurrent_states))
+            for index, state in by_index.items()
+            if state is not None
+        }
+
+    @states.setter
+    def states(self, states: States) -> None:
+        for (kind, index), state in states.items():
+            (self.conv_states if kind == "conv" else self.recurrent_states)[index] = state
+            self.has_previous_state[index] = True
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_kwargs: Any) -> Tensor:
+        """Append inputs of a convolution; return them after those that it still reads."""
+        before = self.conv_states[state_idx]
+        whole = torch.cat([before, conv_states], -1)
+        self.conv_states[state_idx] = whole[..., -before.shape[-1] :].clone()  # a view would keep `whole` alive
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_kwargs: Any) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
+class Call(NamedTuple):
+    """How a mixer was called in a pass: its arguments, and the results of its linear layers in their order."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    linear: list[Tensor]
+
+
+_recording: ContextVar[dict[int, Call] | None] = ContextVar("calls of mixers that are recorded", default=None)
+"""The calls of the running pass by layer. A context variable, so that threads may share a model."""
+
+_replaying: ContextVar[Iterator[Tensor] | None] = ContextVar("results of linear layers in a replay", default=None)
+
+
+@contextmanager
+def recording(calls: dict[int, Call]) -> Iterator[None]:
+    """Record the calls of mixers within the context."""
+    token = _recording.set(calls)
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+@dataclass(slots=True)
+class Mixer:
+    """A module that updates the states of one layer, installed to be recorded and replayed.
+
+    one_row         zero states of one row
+    steps_in_place  whether a pass over one token writes into the recurrent state that it reads; True until it is seen
+    """
+
+    layer: int
+    module: nn.Module
+    one_row: States
+    steps_in_place: bool = True
+
+    def zeros(self, rows: int) -> States:
+        return {key: state.new_zeros((rows, *state.shape[1:])) for key, state in self.one_row.items()}
+
+    def replay(
+        self, call: Call, before: States, shape: tuple[int, int], rows: Int[Tensor, " r"] | None, n: int
+    ) -> States:
+        """Return the states after the first n tokens of these rows; all rows if None.
+
+        before  the states of these rows before the pass
+        shape   rows and tokens of the pass
+        """
+        layer = StateLayer(before)
+        if n == 1 and self.steps_in_place:
+            layer.states = {key: state.clone() for key, state in before.items()}
+        # A mixer reads its own layer only.
+        cache = TransformersCache(layers=[layer] * (self.layer + 1))
+        args, kwargs, linear = (_cut(part, shape, rows, n, cache) for part in call)
+        token = _replaying.set(iter(linear))
+        try:
+            self.module(*args, **kwargs)
+        finally:
+            _replaying.reset(token)
+        return layer.states
+
+
+def _cut(value: Any, shape: tuple[int, int], rows: Int[Tensor, " r"] | None, n: int, cache: TransformersCache) -> Any:
+    """Return an argument of a call for these rows and their first n tokens, with another cache."""
+    if isinstance(value, TransformersCache):
+        return cache
+    if isinstance(value, tuple | list):
+        return type(value)(_cut(part, shape, rows, n, cache) for part in value)
+    if isinstance(value, dict):
+        return {key: _cut(part, shape, rows, n, cache) for key, part in value.items()}
+    if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != shape[1]:
+        return value
+    return value[:, :n] if rows is None or len(value) != shape[0] else value[rows, :n]
+
+
+class _RecordedLinear(nn.Module):
+    """A mixer's linear layer, whose results are recorded in a pass, and returned from there in a replay."""
+
+    def __init__(self, layer: int, linear: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.linear = layer, linear
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        replayed = _replaying.get()
+        if replayed is not None:
+            return next(replayed)
+        result: Tensor = self.linear(*args, **kwargs)
+        calls = _recording.get()
+        if calls is not None:
+            calls[self.layer].linear.append(result)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("linear"), name)  # a mixer may look at the weight
+
+
+@dataclass(slots=True)
+class _BeforeMixer:
+    """Forward pre-hook of a mixer: records its arguments, and fits the chunks of its scan to the pass.
+
+    A scan pads a pass to whole chunks, of 256 tokens in Mamba-2, at quadratic cost. Any size gives the same result.
+    """
+
+    layer: int
+    chunk_size: int | None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.chunk_size is not None:
+            module.chunk_size = min(self.chunk_size, _tokens(args, kwargs))  # type: ignore[assignment]
+        calls = _recording.get()
+        if calls is not None:
+            calls[self.layer] = Call(args, kwargs, [])
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the tokens in a mixer's input, the first of its arguments."""
+    first = args[0] if args else next(iter(kwargs.values()))
+    return int(first.shape[1])
+
+
+class _Watched(TransformersCache):  # type: ignore[misc]
+    """A cache that notes which modules write to each layer's recurrent states."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
+        self.running: list[nn.Module] = []
+        self.writers: dict[int, set[nn.Module]] = {}
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        self.writers.setdefault(layer_idx, set()).add(self.running[-1])
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        self.writers.setdefault(layer_idx, set()).add(self.running[-1])
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def following(self, net: nn.Module) -> Iterator[None]:
+        """Follow which modules are running within the context."""
+        handles = []
+        for module in net.modules():
+            handles.append(module.register_forward_pre_hook(lambda module, _: self.running.append(module)))
+            handles.append(module.register_forward_hook(lambda *_: self.running.pop() and None, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def find_mixers(net: PreTrainedModel, layers: list[Any], run: Callable[[TransformersCache], object]) -> list[Mixer]:
+    """Find the mixers of our copy of a model by a pass, and install what records and replays them.
+
+    layers  of an empty cache, as transformers makes it
+    run     runs a pass over one row with a cache
+    """
+    watched = _Watched(layers)
+    with watched.following(net):
+        run(watched)
+    name = type(net).__name__
+    if not watched.writers:
+        raise InexactError(
+            f"{name} cannot roll back after a rejection: it keeps its recurrent states outside of the cache that "
+            "transformers gives it. Use a model with attention in every layer, or transformers' own generate"
+        )
+    mixers = []
+    for layer, (module, *others) in sorted((layer, list(writers)) for layer, writers in watched.writers.items()):
+        if others:
+            raise InexactError(
+                f"{name} cannot roll back after a rejection: in layer {layer}, {type(module).__name__} and "
+                f"{type(others[0]).__name__} both write to the recurrent state, and replay knows one module for a layer"
+            )
+        mixers.append(Mixer(layer, module, _zeros(layers[layer])))
+        _install(layer, module)
+    return mixers
+
+
+def _zeros(layer: Any) -> States:
+    """Return zero states like those that a pass over one row left in a layer."""
+    kinds = (("conv", layer.conv_states), ("recurrent", layer.recurrent_states))
+    return {
+        (kind, i): torch.zeros_like(state) for kind, states in kinds for i, state in states.items() if state is not None
+    }
+
+
+def _install(layer: int, module: nn.Module) -> None:
+    """Let a mixer be recorded and replayed, and obey its limits in passes over one token."""
+    _record_linear_layers(layer, module)
+    _limit_time_steps(module)
+    module.register_forward_pre_hook(_BeforeMixer(layer, getattr(module, "chunk_size", None)), with_kwargs=True)
+
+
+def _record_linear_layers(layer: int, module: nn.Module) -> None:
+    """Wrap the outermost linear layers: an adapter is one, around others. They may be shared with the user's model."""
+    for name, child in list(module.named_children()):
+        if hasattr(child, "in_features") and hasattr(child, "out_features"):
+            setattr(module, name, _RecordedLinear(layer, child))
+        else:
+            _record_linear_layers(layer, child)
+
+
+def _limit_time_steps(module: nn.Module) -> None:
+    """Clamp a Mamba-2 mixer's time steps where they are projected.
+
+    transformers 5.22 clamps them in its scan, but not in a step over one token (Nemotron-H, Zamba2), so that a text's
+    distribution would depend on how it is cut into passes. The softplus between projection and scan is monotonic.
+    """
+    low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
+    if low <= 0 and high == math.inf:
+        return
+    bias = module.get_parameter("dt_bias").detach()
+    least, most = (-math.inf if limit <= 0 else _inverse_softplus(limit) for limit in (low, high))
+
+    def clamp(_module: nn.Module, _args: Any, projected: Tensor) -> Tensor:
+        rest, steps = projected.split([projected.shape[-1] - len(bias), len(bias)], -1)
+        return torch.cat([rest, steps.maximum((least - bias).to(steps)).minimum((most - bias).to(steps))], -1)
+
+    module.get_submodule("in_proj").register_forward_hook(clamp)
+
+
+def _inverse_softplus(value: float) -> float:
+    return value if value > 30 else math.log(math.expm1(value))
