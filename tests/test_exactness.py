@@ -76,8 +76,8 @@ one_rule_a_drafter = pytest.mark.parametrize(
     ("rule", "make"),
     budgeted(
         [p[1:] for p in PAIRS],
-        ["token-ngram", "block-suffix", "coupled-prompt-lookup", "token-model", "block-model", "coupled-model",
-         "block-model, own temperature", "token-early-exit", "tree-ngram", "tree-model", "tree-a chain"],
+        ["token-ngram", "block-suffix", "coupled-prompt-lookup", "block-model", "coupled-model",
+         "token-early-exit", "tree-ngram", "tree-model"],
         [f"{r}-{n}" for n, r, _ in PAIRS],
     ),
 )  # fmt: skip

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import draftproof as dp
+from budget import budgeted
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
@@ -80,7 +81,7 @@ def test_a_round_synchronises_once_and_gives_the_same_texts(monkeypatch, name):
     assert texts == on_cpu(DRAFTERS[name](), "block", WARM)
 
 
-@pytest.mark.parametrize("rule", ["token", "coupled"])
+@pytest.mark.parametrize("rule", budgeted(["token", "coupled"], ["coupled"]))
 def test_under_the_other_rules_too(monkeypatch, rule):
     found, texts = rounds(monkeypatch, neighbour(), rule, WARM, tokens=4)
     assert found == [([], 1)] * len(found)
@@ -148,7 +149,10 @@ def test_a_misplaced_slot_fails_its_request_alone_and_is_named_as_on_the_cpu(mon
         assert "drafter Misplacing proposed parents" in other.error
 
 
-@pytest.mark.parametrize("sampling", [S(top_k=3, seed=1), S(top_p=0.8, seed=1), S(min_p=0.1, seed=1)])
+@pytest.mark.parametrize(
+    "sampling",
+    budgeted([S(top_k=3, seed=1), S(top_p=0.8, seed=1), S(min_p=0.1, seed=1)], ["top-k"], ["top-k", "top-p", "min-p"]),
+)
 def test_filters_are_drafted_with_and_verified_without_a_read(monkeypatch, sampling):
     found, texts = rounds(monkeypatch, neighbour(), "token", [sampling], tokens=3)
     assert found == [([], 1)] * len(found)

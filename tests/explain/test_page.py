@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from budget import budgeted
 from draftproof.explain.explanation import page, write_page
 from explain.runs import drawing, recorded
 
@@ -65,7 +66,7 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machi
 
 @browser
 @pytest.mark.browser
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", budgeted(list(RUNS), ["drawn", "block"]))
 def test_the_page_can_be_walked_through(kind, tmp_path):
     explanation = RUNS[kind]()
     with opened(write_page(explanation, tmp_path / "page.html"), 1280) as (tab, complaints):

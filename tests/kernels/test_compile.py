@@ -29,6 +29,7 @@ def test_kernels_compile(capability, V, tmp_path):
     assert printed(tmp_path, "compile_all.py", str(capability), str(V)) == want
 
 
+@pytest.mark.slow
 def test_a_kernel_is_compiled_once_for_all_draft_lengths_and_filters(tmp_path):
     """A first request waits for these. The scan is compiled twice: filters need more of it."""
     seen = printed(tmp_path, "compile_once.py")

@@ -110,6 +110,7 @@ def test_penalties_are_applied_before_the_draw(monkeypatch, logits):
     assert torch.allclose(dist.probs(), want_dist.probs(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_draw_compiles_without_a_gpu(tmp_path):
     program = Path(__file__).parent / "compile_draw.py"
     environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path)}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import draftproof as dp
+from budget import budgeted
 from draftproof import kernels
 from draftproof.core import device as core_device
 from draftproof.core.distribution import DraftVocab
@@ -43,7 +44,7 @@ def assert_same(got: dp.Verdict, want: dp.Verdict) -> None:
     assert got.accepted.tolist() == want.accepted.tolist()
 
 
-@pytest.mark.parametrize("rule", CHAINS)
+@pytest.mark.parametrize("rule", budgeted(CHAINS, ["block"]))
 def test_verify_uses_the_kernels_and_gives_the_same_verdict(rule, calls, device):
     batch = [S(temperature=0.7), S(temperature=0.0), S(temperature=0.9, repetition_penalty=1.3)]
     given = replace(make(batch, V=300, K=2, device=device), history=[History([1, 2], [3])] * 3)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import loop
+from budget import budgeted
 from draftproof.core.distribution import race
 from draftproof.core.rng import Philox
 from draftproof.core.types import Draft
@@ -29,7 +30,12 @@ CASES = [
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize(("rule", "drafts"), CASES)
+@pytest.mark.parametrize(
+    ("rule", "drafts"),
+    budgeted(
+        CASES, ["token-mixed", "block-mixed", "coupled-drawn", "tree-tree"], [f"{rule}-{kind}" for rule, kind in CASES]
+    ),
+)
 def test_texts_have_the_targets_joint_distribution(rule, drafts):
     made = loop.texts(RULES[rule], getattr(loop, drafts), S, shared=rule == "coupled" and drafts == "drawn")
     value = g_test(made.counts, loop.joint())

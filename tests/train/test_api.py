@@ -76,6 +76,7 @@ def test_what_is_saved_is_the_average_of_the_latest_weights(trained):
     assert not torch.equal(state["average"]["fc.weight"], state["head"]["fc.weight"])
 
 
+@pytest.mark.slow
 def test_a_paused_run_goes_on_where_it_was(folder, tmp_path):
     config = TrainConfig(target=folder, out=tmp_path / "head", minutes=0.4, device="cpu", **SMALL)
     with pytest.raises(PausedError):
@@ -103,6 +104,7 @@ def test_an_interrupted_run_has_lost_no_more_than_what_followed_its_checkpoint(f
     assert train(config, resume=True, clock=Ticks(0.06))["texts"] >= texts - texts // 32 - 1
 
 
+@pytest.mark.slow
 def test_the_time_budget_is_kept(folder, tmp_path):
     config = TrainConfig(target=folder, out=tmp_path / "head", minutes=0.2, device="cpu", **SMALL)
     began = time.process_time()  # CPU time of this process: other processes do not count
