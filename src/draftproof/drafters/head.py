@@ -4,7 +4,7 @@ Tokens are drawn from the head's reduced vocabulary, with the request's sampling
 probability 0 in the draft.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -21,7 +21,7 @@ from draftproof.core.sampling import SamplingParams, warp_without_sync
 from draftproof.core.types import PAD, Draft, History
 from draftproof.drafters.build import Guess, Spine, check_count, check_share, chosen
 from draftproof.drafters.head_rectangular import RectangularHeadReader
-from draftproof.drafters.head_row import MAX_BATCHED, POSITIONS_PER_PASS, HeadRow
+from draftproof.drafters.head_row import MAX_BATCHED, POSITIONS_PER_PASS, HeadRow, PromptChunk
 from draftproof.drafters.head_tree import grow_levels
 from draftproof.drafters.interface import Context, TargetFeatures
 from draftproof.drafters.sample import Draws, penalty_history, with_drafted
@@ -265,13 +265,15 @@ class HeadReader:
             return False
         row = self._rows[context.id]
         row.receive(context)
-        return 0 < len(context.tokens) - 1 <= row.known and (bool(row.waiting) or row.last is not None)
+        has_state = bool(row.waiting) or bool(row.chunks) or row.last is not None
+        return 0 < len(context.tokens) - 1 <= row.known and has_state
 
     def catch_up(self, contexts: Sequence[Context], wanted: Sequence[bool]) -> Float[Tensor, "B H"]:
         """Read the stored states and return the head's state after the last token of every wanted context.
 
         Wanted contexts must be ready (see `receive`); the other rows are undefined.
         """
+        self._settle([name for name, want in zip(self._names, wanted, strict=True) if want])
         states = self._fused(wanted)
         for b, context in enumerate(contexts):
             if wanted[b]:
@@ -324,17 +326,36 @@ class HeadReader:
         )
 
     def follow(self, context: Context) -> bool:
-        """Read the target's states at the tokens of a prompt that it has just read; False if there is no room."""
+        """Take the target's states at the tokens of a prompt that it has just read; False if there is no room."""
         if not self._receive_prompt(context):
             return False
         row = self._rows[context.id]
-        parts, row.waiting = row.waiting, []
-        if not parts:
-            return True
-        fused = self._fuse(parts)
-        row.read, row.last = row.known - len(fused), fused[-1:]
-        self._read_entries(context, fused)
+        states, row.waiting = row.waiting, []
+        if states:
+            start = row.known - sum(len(part[0]) for part in states)
+            row.chunks.append(PromptChunk(start, list(context.tokens[start + 1 : row.known + 1]), states))
         return True
+
+    def _settle(self, names: Iterable[int]) -> None:
+        """Read the chunks of prompts that wait in these rows, all of them in one pass on a CPU."""
+        due = [(name, chunk) for name in names if name in self._rows for chunk in self._rows[name].chunks]
+        if not due:
+            return
+        for name, _ in due:
+            self._rows[name].chunks = []
+        counts = [len(chunk.followers) for _, chunk in due]
+        fused = self._fuse([part for _, chunk in due for part in chunk.states])
+        followers = to_device([token for _, chunk in due for token in chunk.followers], fused.device)
+        starts = [chunk.start for _, chunk in due]
+        if is_cpu(fused.device):
+            self.pool.packed_states(followers, fused, [name for name, _ in due], starts, counts)
+        each = zip(due, fused.split(counts), followers.split(counts), strict=True)
+        for (name, chunk), states, tokens in each:
+            row, stop = self._rows[name], chunk.start + len(states)
+            if not is_cpu(fused.device):
+                positions = torch.arange(chunk.start, stop, device=fused.device)[None]
+                self.pool.gathered_states(stop, tokens[None], states[None], positions, self.pool.starts([name]))
+            row.read, row.last = stop, states[-1:]
 
     def _receive_prompt(self, context: Context) -> bool:
         if not self._enter(context, MAX_BATCHED):
@@ -344,6 +365,7 @@ class HeadReader:
 
     def adopt(self, context: Context, holder: int, length: int) -> bool:
         """Take over the first entries of another request's row: as many as tokens, the next token is the same."""
+        self._settle([holder])
         held = self._rows.get(holder)
         if held is None or holder in self._saved or held.read < length or not self._enter(context, MAX_BATCHED):
             return False
@@ -357,12 +379,14 @@ class HeadReader:
     def suspend(self, name: int) -> None:
         """Copy a row out of the pool until its request is back."""
         if name in self._rows and name not in self._saved:
+            self._settle([name])
             self.pool.pool.rows[name].length = self._rows[name].read
             self._saved[name] = self.pool.pool.save(name)
 
     def rest(self, name: int) -> None:
         """Free the room after a row's text."""
         if name in self._rows and name not in self._saved:
+            self._settle([name])
             self.pool.pool.rows[name].length = self._rows[name].read
             self.pool.pool.trim(name)
 

@@ -1,7 +1,7 @@
 """One request's progress in a head's cache: what was read of the target's hidden states, and what waits to be."""
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
@@ -15,11 +15,23 @@ POSITIONS_PER_PASS: Final = 512
 """Positions of one row read in a pass; the attention mask of a whole prompt could be larger than the head."""
 
 
+class PromptChunk(NamedTuple):
+    """The target's states at consecutive tokens of a prompt, from position `start` on, and the token after each."""
+
+    start: int
+    followers: list[int]
+    states: list[tuple[Tensor, ...]]
+
+
 @dataclass(slots=True)
 class HeadRow:
-    """One request's progress: `read` entries of the cache are valid, `waiting` holds the states to be read next."""
+    """One request's progress: `read` entries of the cache are valid, `waiting` holds the states to be read next.
+
+    Before those come the `chunks` of a prompt, which are read when the row first drafts: many rows never do.
+    """
 
     read: int = 0
+    chunks: list["PromptChunk"] = field(default_factory=list)
     waiting: list[tuple[Tensor, ...]] = field(default_factory=list)
     known: int = 0
     """Positions whose states are read or waiting."""

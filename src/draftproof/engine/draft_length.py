@@ -26,6 +26,9 @@ SPEED_TOLERANCE: Final = 0.005
 """Relative difference below which two speeds are equal. The longest of equal lengths is taken, because text that can be
 copied starts without notice."""
 
+PRIOR_DRAFTS: Final = 2.0
+"""Drafts that a new request's assumed acceptance rates weigh as much as."""
+
 DECAY: Final = 0.9
 """Weight that earlier drafts keep in an acceptance rate when a new one is recorded."""
 
@@ -60,11 +63,14 @@ class AutoLength:
     measured: "Costs" = field(default_factory=lambda: Costs())
     fixed: "Costs" = field(default_factory=lambda: Costs())
     records: dict[int, "DraftRecord"] = field(default_factory=dict)
+    typical: "DraftRecord" = field(default_factory=lambda: DraftRecord())
+    """Drafts of recent requests without a seed of their own: what the next such request is assumed to be like."""
 
     def lengths(self, sessions: Sequence[Session]) -> list[int]:
         """Return how many tokens to draft for each row."""
         for session in sessions:
-            self.records.setdefault(session.id, DraftRecord())
+            if session.id not in self.records:
+                self.records[session.id] = DraftRecord() if self._reproduces(session) else self.typical.begun()
         asked = {s.id: self._alone(self.records[s.id]) for s in sessions if self._reproduces(s)}
         free = [self.records[s.id] for s in sessions if s.id not in asked]
         together = iter(self._together(free, len(asked) + sum(asked.values())))
@@ -97,7 +103,11 @@ class AutoLength:
 
     def record_draft(self, session: Session, drafted: int, accepted: int) -> None:
         """Record how many tokens of one row's draft were accepted."""
-        self.records.setdefault(session.id, DraftRecord()).update(drafted, accepted)
+        record = self.records.setdefault(session.id, DraftRecord())
+        record.update(drafted, accepted)
+        if not self._reproduces(session):
+            self.typical.asked = record.asked
+            self.typical.update(drafted, accepted)
 
     def forget(self, sessions: Iterable[int]) -> None:
         """Drop the records of requests that have ended. One that is preempted keeps its record."""
@@ -158,6 +168,13 @@ class DraftRecord:
     """Whether fewer than `PROBE_LENGTH` tokens seemed best for the current round."""
     rounds_since_probe: int = 0
     """Rounds since at least `PROBE_LENGTH` tokens were asked for and a draft was made."""
+
+    def begun(self) -> "DraftRecord":
+        """Return the record of a new request that is assumed to be like this one."""
+        first, later, continued = (
+            DecayingRate(PRIOR_DRAFTS * rate.value, PRIOR_DRAFTS) for rate in (self.first, self.later, self.continued)
+        )
+        return DraftRecord(first, later, continued)
 
     def increments(self) -> Iterator[tuple[int, float, float]]:
         """Yield for each further draft token its depth, the tokens it adds on average, and its chance to be drafted."""
