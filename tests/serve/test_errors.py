@@ -40,11 +40,7 @@ def refused(server, path, body, status=400):
         (CHATS, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         (CHATS, {"response_format": {"type": "xml"}}, "response_format"),
         (CHATS, {"response_format": {"type": "json_schema"}}, "response_format"),
-        (
-            CHATS,
-            (CHATS, {"response_format": BAD_SCHEMA}, "response_format"),
-            "response_format",
-        ),
+        (CHATS, {"response_format": BAD_SCHEMA}, "response_format"),
         (CHATS, {"tool_choice": "required"}, "tool_choice"),
         (CHATS, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         (CHATS, {"rule": "lossy"}, "rule"),

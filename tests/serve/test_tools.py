@@ -22,7 +22,7 @@ TOOLS = [
 TEMPLATE = (
     "{% if tools %}{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}{% endfor %}\n{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}{% endfor %} {% endfor %}"
 )
 
 
@@ -31,6 +31,12 @@ def fits(name, arguments):
     if name == "clock":
         return values in ({"zone": "utc"}, {"zone": "cet"})
     return set(values) == {"city", "days"} and values["days"] in (1, 2, 3) and len(values["city"]) <= 8
+
+
+def quiet(server):
+    """Return a bias against white space, of which a random model writes as much as JSON allows: without end."""
+    tokenizer = server.engine.tokenizer
+    return {str(i): -50.0 for i in range(len(tokenizer)) if tokenizer.decode([i]).isspace()}
 
 
 def assembled(events):
@@ -72,17 +78,11 @@ def test_a_named_tool_is_called(server):
 
 
 def test_several_calls_in_one_answer(server):
-    """A bias on the newline, which separates calls, makes a random model call again."""
-    newline = str(server.engine.tokenizer.encode("\n")[0])
-    fields = {
-        "tools": TOOLS,
-        "tool_choice": "required",
-        "max_tokens": 400,
-        "logit_bias": {newline: 3.0},
-        "temperature": 0.6,
-    }
+    """A bias against the end makes a random model call again and again, until its tokens are used up."""
+    bias = quiet(server) | {str(server.engine.tokenizer.eos_token_id): -100.0}
+    fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200, "temperature": 0.6, "logit_bias": bias}
     found = []
-    for seed in range(6):
+    for seed in range(3):
         [choice] = server.chat(**fields, seed=seed)["choices"]
         calls = [call["function"] for call in choice["message"].get("tool_calls", [])]
         whole = calls if choice["finish_reason"] == "tool_calls" else calls[:-1]
@@ -148,7 +148,7 @@ def test_a_template_that_knows_tools_is_given_them(folder):
         history = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
         answer = knowing.chat(messages=history, tools=TOOLS, return_token_ids=True)
         prompt = knowing.engine.tokenizer.decode(answer["prompt_token_ids"])
-        assert prompt == "[weather][clock]user: hi\nassistant: <tool_call>Rom\n"
+        assert prompt == "[weather][clock]user: hi assistant: <tool_call>Rom "
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_wrong_schema_is_a_400(server, parameters):
 def test_json_fits_its_schema(server, stream):
     wanted = {"type": "json_schema", "json_schema": {"name": "w", "strict": True, "schema": WEATHER}}
     for seed in range(3):
-        fields = {"response_format": wanted, "max_tokens": 200, "seed": seed}
+        fields = {"response_format": wanted, "max_tokens": 200, "seed": seed, "logit_bias": quiet(server)}
         if stream:
             text = "".join(e["choices"][0]["delta"].get("content") or "" for e in server.stream_chat(**fields))
         else:
