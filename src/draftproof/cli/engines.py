@@ -113,8 +113,14 @@ def prepare(choice: Choice) -> None:
     """Download the bundled model if it is chosen and missing. It shows a progress bar, so no spinner may be running."""
     from draftproof.models import bundled
 
-    if bundled.NAME in (choice.target, choice.drafter) and not bundled.is_cached():
-        bundled.fetch()
+    if bundled.NAME not in (choice.target, choice.drafter):
+        return
+    from draftproof.models.loading import LoadOptions, chosen_weights, default_device
+
+    options = LoadOptions(choice.device)
+    weights = chosen_weights(bundled.NAME, options, default_device(options))
+    if not bundled.is_cached(weights):
+        bundled.fetch(weights=weights)
 
 
 def quiet_hosts() -> None:

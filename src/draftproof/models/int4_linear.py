@@ -149,3 +149,23 @@ class Int4Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def runs_int4(model: nn.Module) -> bool:
+    """Return whether some layer of a model is on four-bit weights."""
+    return any(isinstance(module, Int4Linear) for module in model.modules())
+
+
+def pack_int4(model: nn.Module) -> bool:
+    """Quantise every linear layer of the model, in place, if all have shapes that fit; return whether they do."""
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear
+    ]
+    if not all(fits_int4(linear.weight) for _, _, linear in found):
+        return False
+    for parent, name, linear in found:
+        setattr(parent, name, Int4Linear(int4_weight(linear.weight), linear.bias))
+    return True

@@ -46,7 +46,7 @@ def load_model(spec: Any, options: LoadOptions) -> tuple[Any, Tokenizer | None]:
     """Return a transformers model and, where it was loaded by name, its tokenizer. An object is returned as it is."""
     if not isinstance(spec, (str, Path)):
         return spec, None
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = default_device(options)
     check_device(device, f"device={options.device!r}")
     dtype = options.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     weights = chosen_weights(str(spec), options, device)
@@ -67,6 +67,11 @@ def load_model(spec: Any, options: LoadOptions) -> tuple[Any, Tokenizer | None]:
         if packable(hf):
             pack(hf)
     return hf, tokenizer
+
+
+def default_device(options: LoadOptions) -> torch.device:
+    """Return the device that models are loaded on: the one asked for, else CUDA if there is one, else the CPU."""
+    return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def chosen_weights(name: str, options: LoadOptions, device: torch.device) -> str:
