@@ -43,7 +43,7 @@ def test_another_models_distribution_is_told_apart(drafted):
 
 def test_an_audit_finds_no_bias():
     found = audit(
-        engine("block"), int4_llama(V), [list(PROMPT)], sampling=SamplingParams(), bias=0.2, length=16, batch=100
+        engine("block"), int4_llama(V), [list(PROMPT)], sampling=SamplingParams(), bias=0.3, length=8, batch=50
     )
     assert found.verdict == "no bias found"
 

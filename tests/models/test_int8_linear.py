@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-from draftproof.models.int8_linear import Int8Linear
+from draftproof.models.int8_linear import Int8Linear, quantise_rows
 
 
 def layer_and_weight(out=500, width=96):
     weight = torch.randn((out, width), generator=torch.Generator().manual_seed(0))
-    return Int8Linear(weight), weight
+    return Int8Linear(*quantise_rows(weight)), weight
 
 
 def rounded(weight):
@@ -42,7 +42,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_others():
 def test_zeros_bias_shapes_and_copies():
     weight = torch.randn(16, 32)
     weight[3] = 0
-    layer = Int8Linear(weight, torch.arange(16.0), table=weight)
+    layer = Int8Linear(*quantise_rows(weight), torch.arange(16.0), table=weight)
     assert torch.equal(layer(torch.zeros(2, 1, 32)), torch.arange(16.0).expand(2, 1, 16))
     assert float(layer(torch.ones(1, 32))[0, 3]) == 3
     assert layer.weight is weight

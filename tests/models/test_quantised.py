@@ -15,6 +15,7 @@ from draftproof.models.int4_linear import Int4Linear, unpack
 from draftproof.models.int8_linear import Int8Linear
 from draftproof.models.quantised import llama_from_gguf, quantise
 from models.int4_models import float_llama, needs_int4
+from models.tiny_tokenizers import byte_level
 
 
 @pytest.fixture
@@ -24,14 +25,14 @@ def folder(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def no_tokenizer(monkeypatch):
-    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", lambda *_args, **_options: None)
+def _some_tokenizer(monkeypatch):
+    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", lambda *_args, **_options: byte_level())
 
 
 @needs_int4
 def test_layers_get_four_bits_the_output_eight_and_errors_are_reported():
     model = float_llama(50)
-    before, known = model.model.layers[0].self_attn.q_proj.weight.clone(), weights_hash(model)
+    before, known = model.model.layers[0].self_attn.q_proj.weight.detach().clone(), weights_hash(model)
     found = quantise(model, "int4")
     assert type(model.model.layers[1].mlp.down_proj) is Int4Linear
     assert type(model.lm_head) is Int8Linear
@@ -123,7 +124,7 @@ def test_the_probe_passes_where_the_tests_run(tmp_path, monkeypatch):
 @needs_int4
 def test_the_bundled_model_has_the_weights_of_its_file(smollm2):
     """Every matrix equals the float32 conversion, up to the rounding of scales and zeros: a wrong row order would not."""
-    own, tokenizer = smollm2
+    own, _ = smollm2
     model = llama_from_gguf(bundled.fetch(weights="int4") / "model.gguf", own.config)
     assert weights_hash(model) == weights_hash(own)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):

@@ -6,7 +6,7 @@ is compared with the file's before anything of that length is read or allocated.
 
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -45,7 +45,7 @@ class Gguf:
     """An open GGUF file: `metadata` by key, `tensor(name)` in float32 and torch's shape, `groups(name)` as stored."""
 
     def __init__(self, path: Path) -> None:
-        self._name = path.name
+        self._path, self._name = path, path.name
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if self._data[:4] != b"GGUF" or self._data[4:8] != b"\x03\0\0\0":
@@ -80,16 +80,37 @@ class Gguf:
     def tensor(self, name: str) -> Float32[np.ndarray, "..."]:
         """Return a tensor's values in float32."""
         raw, kind = self._raw(name)
-        return kind.dequantise(raw).reshape(self._tensors[name].shape)
+        with np.errstate(all="ignore"):  # what is not a finite number is refused below
+            values = kind.dequantise(raw)
+        self._check_finite(name, values)
+        return values.reshape(self._tensors[name].shape)
 
     def groups(self, name: str) -> Groups | None:
         """Return a matrix as it is stored; None if its type does not have groups of four bits."""
         raw, kind = self._raw(name)
         if kind.split is None:
             return None
-        codes, scale, minimum = kind.split(raw)
+        with np.errstate(all="ignore"):
+            codes, scale, minimum = kind.split(raw)
+        self._check_finite(name, scale)
+        self._check_finite(name, minimum)
         rows = self._tensors[name].shape[0]
         return Groups(codes.reshape(rows, -1), scale.reshape(rows, -1), minimum.reshape(rows, -1))
+
+    def _check_finite(self, name: str, values: Float32[np.ndarray, "..."]) -> None:
+        if not np.isfinite(values).all():
+            raise ValueError(f"tensor {name} of {self._name} holds values that are not finite: get the file again")
+
+    def parts(self, name: str, rows: int) -> Iterator[Float32[np.ndarray, "part inside"]]:
+        """Yield a matrix in float32, so many rows at a time."""
+        raw, kind = self._raw(name)
+        height, width = self._tensors[name].shape
+        size = width // kind.block * kind.bytes
+        for start in range(0, height, rows):
+            with np.errstate(all="ignore"):
+                values = kind.dequantise(raw[start * size : (start + rows) * size])
+            self._check_finite(name, values)
+            yield values.reshape(-1, width)
 
     def _raw(self, name: str) -> tuple[Raw, "_TensorType"]:
         """Return a tensor's bytes and its type."""
@@ -106,7 +127,8 @@ class Gguf:
             raise ValueError(
                 f"tensor {name} ends at byte {start + size} and {self._name} has {len(self._data)}: get it again"
             )
-        return np.frombuffer(self._data, np.uint8, size, start), kind
+        # Read, not mapped: mapped pages would count as memory of the process until the file is closed.
+        return np.fromfile(self._path, np.uint8, size, offset=start), kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,8 +140,8 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*B I"]) -> Float[Tensor, "*B O"]:
         rows = x.reshape(-1, self.in_features).bfloat16().contiguous()
-        made = self.int4.product(rows).to(x.dtype)
-        return (made if self.bias is None else made + self.bias).view(*x.shape[:-1], -1)
+        made = self.int4.product(rows).float()
+        return (made if self.bias is None else made + self.bias).to(x.dtype).view(*x.shape[:-1], -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Int4Linear":
         """Return itself: it is immutable, so copies of a model share it."""

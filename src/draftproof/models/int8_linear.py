@@ -8,7 +8,7 @@ scale of its own row, so that it keeps about 15 bits and no row depends on its n
 from typing import Any, Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int8
 from torch import Tensor, nn
 
 LEVELS: Final = 127
@@ -21,18 +21,29 @@ FINE: Final = 2 * LEVELS
 """Steps of the fine part in a step of the coarse part, whose rounding error is half a step at most."""
 
 
+def quantise_rows(weight: Float[Tensor, "O I"]) -> tuple[Int8[Tensor, "O I"], Float[Tensor, " O"]]:
+    """Return codes and scales, weight = scale · code: each row's largest weight gets the largest code."""
+    wide = weight.detach().float()
+    scale = wide.abs().amax(1).clamp_min(1e-30) / LEVELS
+    return (wide / scale[:, None]).round_().to(torch.int8), scale
+
+
 class Int8Linear(nn.Module):
     """A linear layer on eight-bit weights; float32 in and out.
 
     table  the float matrix that it was made from, if another module keeps it anyway (tied embeddings)
     """
 
-    def __init__(self, weight: Float[Tensor, "O I"], bias: Tensor | None = None, *, table: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        codes: Int8[Tensor, "O I"],
+        scale: Float[Tensor, " O"],
+        bias: Tensor | None = None,
+        *,
+        table: Float[Tensor, "O I"] | None = None,
+    ) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        wide = weight.detach().float()
-        scale = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
-        codes = (wide / scale[:, None]).round_().to(torch.int8)
+        self.out_features, self.in_features = codes.shape
         # Neither parameters nor buffers: the packed codes are opaque, and code that walks those reads their storage.
         self.packed = torch.ops.onednn.qlinear_prepack(codes, None)
         self.scale, self.bias = scale, None if bias is None else bias.detach()

@@ -3,7 +3,6 @@
 The model *is* the quantised one from then on: what is exact is exact for it.
 """
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,11 @@ from draftproof.models.bundled.gguf import LAYER_NAMES, half_rotation, rotated_h
 from draftproof.models.gguf import Gguf
 from draftproof.models.head.taps import hash_weights, weights_hash
 from draftproof.models.int4_linear import Int4Linear, Int4Weight, fits_int4, int4_weight, pack_groups, unpack
-from draftproof.models.int8_linear import Int8Linear
+from draftproof.models.int8_linear import Int8Linear, quantise_rows
+
+
+ROWS_AT_ONCE: Final = 2048
+"""Rows of an embedding table that are dequantised at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,9 @@ def quantise(model: PreTrainedModel, weights: str) -> QuantisationError:
             made: nn.Module = Int4Linear(int4_weight(weight), bias)
             errors[name] = _relative_error(unpack(made.int4), weight)
         else:
-            made = Int8Linear(weight, bias, table=weight if weight is table else None)
-            errors[name] = _relative_error(_rounded_to_int8(weight), weight)
+            codes, scale = quantise_rows(weight)
+            made = Int8Linear(codes, scale, bias, table=weight if weight is table else None)
+            errors[name] = _relative_error(codes * scale[:, None], weight)
         parent = model.get_submodule(name.rpartition(".")[0])
         setattr(parent, name.rpartition(".")[2], made)
     return QuantisationError(errors)
@@ -60,13 +64,7 @@ def quantise(model: PreTrainedModel, weights: str) -> QuantisationError:
 
 def _relative_error(made: Tensor, weight: Tensor) -> float:
     wide = weight.detach().float()
-    return float((made - wide).norm() / wide.norm().clamp_min(1e-30))
-
-
-def _rounded_to_int8(weight: Tensor) -> Tensor:
-    wide = weight.detach().float()
-    scale = wide.abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
-    return (wide / scale).round() * scale
+    return float((made.detach() - wide).norm() / wide.norm().clamp_min(1e-30))
 
 
 class BFloat16Embedding(nn.Module):
@@ -90,10 +88,8 @@ def llama_from_gguf(path: Path, config: LlamaConfig) -> LlamaForCausalLM:
     gguf = Gguf(path)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    table = torch.from_numpy(gguf.tensor("token_embd.weight"))
-    narrow = table.bfloat16()
-    model.model.embed_tokens = BFloat16Embedding(narrow)
-    model.lm_head = Int8Linear(table, table=narrow)
+    table, model.lm_head = _tied_embeddings(gguf)
+    model.model.embed_tokens = BFloat16Embedding(table)
     model.model.norm.weight = _norm(gguf, "output_norm.weight")
     model.model.rotary_emb = LlamaRotaryEmbedding(config)
     for index, layer in enumerate(model.model.layers):
@@ -106,6 +102,20 @@ def llama_from_gguf(path: Path, config: LlamaConfig) -> LlamaForCausalLM:
                 setattr(layer.get_submodule(parent), leaf, Int4Linear(gguf_weight(gguf, source, heads)))
     model.source_weights_hash = _hash(gguf, model, table)
     return model.eval().requires_grad_(False)
+
+
+def _tied_embeddings(gguf: Gguf) -> tuple[BFloat16[Tensor, "V H"], Int8Linear]:
+    """Return the embeddings in bfloat16, and the output layer; the whole table is never in float32."""
+    table = torch.empty(gguf.shape("token_embd.weight"), dtype=torch.bfloat16)
+    codes, scale = torch.empty(table.shape, dtype=torch.int8), torch.empty(len(table))
+    start = 0
+    for values in gguf.parts("token_embd.weight", ROWS_AT_ONCE):
+        part = torch.from_numpy(values)
+        here = slice(start, start + len(part))
+        table[here] = part
+        codes[here], scale[here] = quantise_rows(part)
+        start += len(part)
+    return table, Int8Linear(codes, scale, table=table)
 
 
 def gguf_weight(gguf: Gguf, name: str, heads: int | None) -> Int4Weight:
@@ -129,6 +139,7 @@ def _norm(gguf: Gguf, name: str) -> nn.Parameter:
 
 def _hash(gguf: Gguf, model: PreTrainedModel, table: Tensor) -> str:
     """Return the hash that the model of the file's own values has: a head that was trained on it then fits."""
+
     def matrices() -> Any:
         yield table
         for part, name in LAYER_NAMES.items():
