@@ -1,8 +1,8 @@
 """Compare decoding on a CPU with llama.cpp: the same GGUF file, the same prompts, taking turns.
 
 `make bench-llama` builds llama-cpp-python for this machine in an environment of its own. Each decoder runs in a process
-of its own and decodes greedily while the others wait. The speed of a prompt is tokens after the first over seconds after
-the first; medians are over prompts, and ratios are of decoders on the same prompt, one after the other.
+of its own and decodes greedily while the others wait. The speed of a prompt is tokens after the first over seconds
+after the first; medians are over prompts, and ratios are of decoders on the same prompt, one after the other.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TEXT = (
 )
 COPYING = [
     f"Repeat the following text exactly, word for word:\n\n{TEXT}",
-    f"Copy this list and add one item at the end:\n\n" + "\n".join(f"- item number {n}" for n in range(1, 16)),
+    "Copy this list and add one item at the end:\n\n" + "\n".join(f"- item number {n}" for n in range(1, 16)),
     "Repeat this code without changes:\n\n```python\ndef mean(values):\n    total = 0.0\n    for value in values:\n"
     "        total += value\n    return total / len(values)\n```",
 ]
@@ -46,8 +46,9 @@ DECODERS = {
 
 def serve_llama(path: str, draft: str | None) -> None:
     """Decode prompts with llama.cpp: a JSON line of token ids in, a JSON line of times out."""
-    import llama_cpp
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    import llama_cpp
 
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=10) if draft else None
     llama = llama_cpp.Llama(path, n_ctx=1024, n_threads=THREADS, n_threads_batch=THREADS, verbose=False,
@@ -122,8 +123,9 @@ def speed(made: dict[str, Any]) -> float:
 
 def compare(python: str, path: str, tokens: int, repeats: int, weights: str) -> dict[str, Any]:
     """Let all decoders take turns on every prompt; return speeds by kind of prompt, and ratios to llama.cpp."""
-    from draftproof.models import bundled
     from transformers import AutoTokenizer
+
+    from draftproof.models import bundled
 
     tokenizer = AutoTokenizer.from_pretrained(bundled.fetch(weights="int4"), local_files_only=True)
     workers = {

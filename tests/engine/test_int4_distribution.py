@@ -1,7 +1,7 @@
 """On four-bit weights, texts have the quantised model's distribution: joint of three tokens by G-test, and an audit.
 
-False alarms: α = 1e-6 per test, seeds fixed. 2000 texts over 512 cells find a total variation of about 0.12. The control
-compares the same texts with a model of other weights, and must fail.
+False alarms: α = 1e-6 per test, seeds fixed. 2000 texts over 512 cells find a total variation of about 0.12. The
+control compares the same texts with a model of other weights, and must fail.
 """
 
 import pytest

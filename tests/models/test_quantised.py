@@ -123,7 +123,7 @@ def test_the_probe_passes_where_the_tests_run(tmp_path, monkeypatch):
 
 @needs_int4
 def test_the_bundled_model_has_the_weights_of_its_file(smollm2):
-    """Every matrix equals the float32 conversion, up to the rounding of scales and zeros: a wrong row order would not."""
+    """Matrices equal the float32 conversion up to the rounding of scales and zeros; other row orders would not."""
     own, _ = smollm2
     model = llama_from_gguf(bundled.fetch(weights="int4") / "model.gguf", own.config)
     assert weights_hash(model) == weights_hash(own)

@@ -56,7 +56,6 @@ def fetch(name: str) -> None:
     """
     _only_bundled(name)
     from draftproof.models import bundled
-
     from draftproof.models.loading import LoadOptions, chosen_weights, default_device
 
     path: Path = bundled.fetch(weights=chosen_weights(name, LoadOptions(), default_device(LoadOptions())))

@@ -1,7 +1,7 @@
 """Find out once whether this CPU runs four-bit products fast and without crashing, and remember it.
 
-bfloat16 instructions crash on some machines that announce them, so they are tried in a child process. The answer is kept
-in the cache folder, for this version of torch and this kind of CPU.
+bfloat16 instructions crash on some machines that announce them, so they are tried in a child process. The answer is
+kept in the cache folder, for this version of torch and this kind of CPU.
 """
 
 import hashlib

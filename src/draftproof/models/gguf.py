@@ -1,7 +1,7 @@
 """Read GGUF files: their metadata, and their tensors as float32 or, where the type has them, as groups of four bits.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A damaged file ends in a `ValueError`: every length
-is compared with the file's before anything of that length is read or allocated.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A damaged file ends in a `ValueError`: every
+length is compared with the file's before anything of that length is read or allocated.
 """
 
 import mmap

@@ -1,8 +1,8 @@
 """Linear layers on four-bit weights for a CPU: groups of 32 weights share a scale and a zero, both in bfloat16.
 
 torch's kernel computes weight = scale · (code - 8) + zero, with bfloat16 inputs and float32 sums. GGUF's Q4_0, Q4_1 and
-Q4_K, weight = scale · code + minimum, have this form with zero = minimum + 8 · scale: the codes stay as they are, and only
-scale and zero are rounded. A row of inputs gives the same bits for any number of rows beside it.
+Q4_K, weight = scale · code + minimum, have this form with zero = minimum + 8 · scale: the codes stay as they are, and
+only scale and zero are rounded. A row of inputs gives the same bits for any number of rows beside it.
 """
 
 from collections.abc import Sequence

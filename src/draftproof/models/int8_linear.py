@@ -63,7 +63,8 @@ class Int8Linear(nn.Module):
 
     def _product(self, codes: Tensor) -> Tensor:
         result: Tensor = torch.ops.onednn.qlinear_pointwise(
-            codes, 1.0, ZERO_POINT, self.packed, self.scale, self._zero_points, None, 1.0, 0, torch.float32, "none", [], ""
+            codes, 1.0, ZERO_POINT, self.packed, self.scale, self._zero_points, None,
+            1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         return result
 

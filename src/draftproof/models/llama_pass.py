@@ -1,8 +1,8 @@
 """Run the packed passes of a Llama model on four-bit weights, with little around the products.
 
-A pass over one token through transformers' modules takes as long as its products. Here the projections that share inputs
-are joined, states stay in float32, and the operations between products are few: the norm is one call of torch's weight
-normalisation, the rotation one complex product. It computes what the modules compute, up to rounding.
+Through transformers' modules, what is around the products of one token takes as long as they. Here projections that
+share inputs are joined, states stay in float32, and the operations between products are few: the norm is one call of
+torch's weight normalisation, the rotation one complex product. It computes what the modules compute, up to rounding.
 """
 
 from collections.abc import Sequence

@@ -19,7 +19,6 @@ from draftproof.models.head.taps import hash_weights, weights_hash
 from draftproof.models.int4_linear import Int4Linear, Int4Weight, fits_int4, int4_weight, pack_groups, unpack
 from draftproof.models.int8_linear import Int8Linear, quantise_rows
 
-
 ROWS_AT_ONCE: Final = 2048
 """Rows of an embedding table that are dequantised at a time."""
 
@@ -142,7 +141,7 @@ def _hash(gguf: Gguf, model: PreTrainedModel, table: Tensor) -> str:
 
     def matrices() -> Any:
         yield table
-        for part, name in LAYER_NAMES.items():
+        for part in LAYER_NAMES:
             if not part.endswith("norm"):
                 rows = gguf.tensor(f"blk.0.{part}.weight")
                 yield torch.from_numpy(_arranged(rows, rotated_heads(gguf.metadata, part)))
