@@ -97,7 +97,8 @@ def unpack(weight: Int4Weight) -> Float[Tensor, "O I"]:
     units[..., 1] = 0  # scale 1 and zero 0: small whole numbers, exact in bfloat16
     eye = torch.eye(weight.in_features, dtype=torch.bfloat16)
     codes = Int4Weight(weight.packed, units).product(eye).float().T.unflatten(1, (groups, GROUP))
-    return (codes * scale.T[..., None] + zero.T[..., None]).flatten(1)
+    matrix: Tensor = (codes * scale.T[..., None] + zero.T[..., None]).flatten(1)
+    return matrix
 
 
 def join(weights: Sequence[Int4Weight]) -> Int4Weight:

@@ -6,11 +6,11 @@ torch's weight normalisation, the rotation one complex product. It computes what
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Complex, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import LlamaForCausalLM, PreTrainedModel
 
@@ -183,7 +183,7 @@ class _SpanPiece(NamedTuple):
         )
 
 
-def _joined(layer: nn.Module) -> LlamaLayer:
+def _joined(layer: Any) -> LlamaLayer:
     """Join the projections of a layer; its modules then share the joined codes, so that they are in memory once."""
     attention, mlp = layer.self_attn, layer.mlp
     return LlamaLayer(
@@ -196,7 +196,7 @@ def _joined(layer: nn.Module) -> LlamaLayer:
     )
 
 
-def _is_joinable(layer: nn.Module) -> bool:
+def _is_joinable(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     linears = [getattr(attention, f"{name}_proj") for name in "qkvo"]
     linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]

@@ -50,8 +50,9 @@ def quantise(model: PreTrainedModel, weights: str) -> QuantisationError:
     for name, linear in [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear]:
         weight, bias = linear.weight, linear.bias
         if weights == "int4" and linear is not output and fits_int4(weight):
-            made: nn.Module = Int4Linear(int4_weight(weight), bias)
-            errors[name] = _relative_error(unpack(made.int4), weight)
+            packed = int4_weight(weight)
+            made: nn.Module = Int4Linear(packed, bias)
+            errors[name] = _relative_error(unpack(packed), weight)
         else:
             codes, scale = quantise_rows(weight)
             made = Int8Linear(codes, scale, bias, table=weight if weight is table else None)
