@@ -110,7 +110,10 @@ def sampling_for(engine: "Engine", given: Mapping[str, Any]) -> "SamplingParams"
 
 
 def prepare(choice: Choice, dtype: "torch.dtype | None" = None) -> None:
-    """Download the bundled model if it is chosen and missing, with the weights that `load` takes. It shows a progress bar, so no spinner may be running."""
+    """Download the bundled model, with the weights that `load` takes, if it is chosen and missing.
+
+    It shows a progress bar, so no spinner may be running.
+    """
     from draftproof.models import bundled
 
     if bundled.NAME not in (choice.target, choice.drafter):
