@@ -7,7 +7,7 @@ READY := .venv/.ready
 TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist worksteal
 
 .PHONY: help venv demo test test-all test-gpu check docs controls bench clean audit-mutants test-vllm test-vllm-all \
-	test-references soak test-serve
+	test-references soak test-serve bench-llama
 
 help:
 	@echo "make demo      two prompts, plain and speculative, side by side, on the bundled model"
@@ -74,6 +74,16 @@ audit-mutants: $(READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m auditor.mutants.report
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m auditor.mutants.report --smollm2
 
+# llama.cpp is compiled for this machine, in an environment of its own.
+.venv-llama/.ready: Makefile
+	test -x .venv-llama/bin/python || $(PYTHON) -m venv .venv-llama
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DMTMD_BUILD=OFF" .venv-llama/bin/pip install --quiet --disable-pip-version-check \
+		--no-binary llama-cpp-python llama-cpp-python==0.3.36
+	touch .venv-llama/.ready
+
+bench-llama: $(READY) .venv-llama/.ready
+	$(BIN)/python benchmarks/llama_cpp.py --llama-python .venv-llama/bin/python
+
 # vLLM wants a transformers of its own, and its requirements would bring a torch that is not for this machine.
 VLLM := .venv-vllm/bin
 .venv-vllm/.ready: tests/auditor/vllm_requirements.py pyproject.toml
@@ -128,4 +138,4 @@ test-references: $(READY) .venv-references/.ready
 		tests/models/test_dflash.py
 
 clean:
-	rm -rf .venv .venv-vllm .venv-references .venv-serve site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-references .venv-serve .venv-llama site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from draftproof.models import bundled
-from draftproof.models.bundled import download, gguf
+from draftproof.models import bundled, gguf
+from draftproof.models.bundled import download
 
 WEIGHTS_SHA256 = "3c5fdee91060c09a103a3ace048e09657659253dda455eaa5b13bcd2d5525f3b"
 
@@ -240,10 +240,10 @@ def test_blocks_of_four_and_eight_bits():
     packed = bytes(codes[i] | codes[i + 16] << 4 for i in range(16))
     four = np.frombuffer(scale.tobytes() + low.tobytes() + packed, np.uint8)
     expected = [np.float32(scale) * np.float32(code) + np.float32(low) for code in codes]
-    assert gguf._q4_1(four).tolist() == expected
+    assert gguf.TENSOR_TYPES[3].dequantise(four).tolist() == expected
     signed = rng.integers(-128, 128, size=32).astype(np.int8)
     eight = np.frombuffer(scale.tobytes() + signed.tobytes(), np.uint8)
-    assert gguf._q8_0(eight).tolist() == [np.float32(scale) * np.float32(code) for code in signed]
+    assert gguf.TENSOR_TYPES[8].dequantise(eight).tolist() == [np.float32(scale) * np.float32(code) for code in signed]
 
 
 def test_a_file_that_is_not_gguf_is_refused(tmp_path):

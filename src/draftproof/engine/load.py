@@ -42,6 +42,7 @@ def load(
     branches: int | None = None,
     pack: bool = True,
     graphs: bool = True,
+    weights: str = "auto",
 ) -> Engine:
     """Make an engine.
 
@@ -65,11 +66,14 @@ def load(
     pack              lay out the weights of models loaded here for the CPU: a draft is then scored in about the time
                       of one token, for as much memory again as the output head
     graphs            on a GPU, record short passes and replay them: a pass takes longer to launch than to run
+    weights           "float32" (the model's own, in `dtype`), "int4" or "int8": quantised for the CPU when loaded by
+                      name; the text then has the quantised model's distribution. "auto" is int4 for "smollm2", whose
+                      file holds four bits, on a CPU that is fast at them, and float32 for all other models
 
     A model object that is passed in is never altered, and stays on its device.
     """
     limits = Limits(max_batch, max_length, kv_memory, max_prefill_tokens)
-    options = LoadOptions(device, dtype, pack, graphs)
+    options = LoadOptions(device, dtype, pack, graphs, weights)
     hf, loaded_tokenizer = load_model(target, options)
     tokenizer = tokenizer or loaded_tokenizer
     model = as_model(hf, graphs=graphs)

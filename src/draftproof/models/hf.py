@@ -32,6 +32,7 @@ from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.device_pass import DevicePass, DevicePool
 from draftproof.models.fused import Fusion, fuse
 from draftproof.models.interface import Cache, Forward
+from draftproof.models.llama_pass import LlamaPass
 from draftproof.models.masks import View, additive_mask, chain_view, take_over_alibi, tree_view
 from draftproof.models.packed import PackedPass, Span, running
 from draftproof.models.pool import LayerShape, PoolLayer, ShapeLayer
@@ -87,6 +88,7 @@ class HFModel:
         self._parts: dict[int, HFModel] = {}
         self._kinds = tuple(self._windows.items())
         self._shapes: tuple[LayerShape, ...] | None = None
+        self._lean = LlamaPass.of(self._net) if packing_refusal(self._net) is None else None
         if not probed and needs_probe(model, drafter=drafter):
             probe(self, model, self._windows, drafter=drafter)
 
@@ -175,6 +177,10 @@ class HFModel:
         scored  the last so many tokens of the pass, or the indices of those that get logits
         """
         check_layers(layers, self._config.num_hidden_layers)
+        if self._lean is not None:
+            with torch.inference_mode():
+                logits, *hidden = self._lean(this, self._clamped(this.positions[None])[0], keys, values, scored, layers)
+            return logits, tuple(hidden)
         with torch.inference_mode(), steady_attention(self.device):
             past = _pool_cache(keys, values, this.slots)
             logits, *hidden = self._over_pool(

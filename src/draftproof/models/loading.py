@@ -1,9 +1,10 @@
 """Load transformers models by name, folder or object, and wrap them as a `Model`."""
 
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -12,6 +13,9 @@ from draftproof.models.compatibility import check_device
 from draftproof.models.fingerprint import PerModel, fingerprint
 from draftproof.models.interface import Model
 from draftproof.models.tokenizer import Tokenizer
+
+WEIGHTS: Final = ("auto", "float32", "int4", "int8")
+"""Kinds of weights that a model can be loaded with."""
 
 _WRAPPED: PerModel[Model] = PerModel()
 """The wrapper of each model that is alive: making one copies modules and may probe the model."""
@@ -24,32 +28,69 @@ class LoadOptions:
     device, dtype  default: CUDA in bfloat16 if there is one, else the CPU in float32
     pack           lay out the weights for the CPU
     graphs         on a GPU, record short passes and replay them
+    weights        one of WEIGHTS
     """
 
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
     pack: bool = True
     graphs: bool = True
+    weights: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; got {self.weights!r}")
 
 
 def load_model(spec: Any, options: LoadOptions) -> tuple[Any, Tokenizer | None]:
     """Return a transformers model and, where it was loaded by name, its tokenizer. An object is returned as it is."""
     if not isinstance(spec, (str, Path)):
         return spec, None
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = default_device(options)
     check_device(device, f"device={options.device!r}")
     dtype = options.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    weights = chosen_weights(str(spec), options, device)
+    if str(spec) == bundled.NAME and weights == "int4":
+        return bundled.load(weights=weights)
     if str(spec) == bundled.NAME:
         hf, tokenizer = bundled.load()
         hf = hf.to(device=device, dtype=dtype)
     else:
         hf, tokenizer = _from_pretrained(str(spec), device, dtype)
-    if options.pack:
+    if weights != "float32":
+        from draftproof.models.quantised import quantise
+
+        hf.quantisation_error = quantise(hf, weights)
+    elif options.pack:
         from draftproof.models.cpu_linear import pack, packable
 
         if packable(hf):
             pack(hf)
     return hf, tokenizer
+
+
+def default_device(options: LoadOptions) -> torch.device:
+    """Return the device that models are loaded on: the one asked for, else CUDA if there is one, else the CPU."""
+    return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def chosen_weights(name: str, options: LoadOptions, device: torch.device) -> str:
+    """Return the kind of weights that a model is loaded with: "float32" stands for its own, in `dtype`.
+
+    "auto" is what the file of the bundled model holds, four bits, where the CPU has the instructions, and float32
+    elsewhere. Where four or eight bits are asked for and cannot be served, float32 is taken, with a warning.
+    """
+    asked, bundled_name = options.weights, name == bundled.NAME
+    if asked == "float32" or (asked == "auto" and (not bundled_name or options.dtype is not None or not options.pack)):
+        return "float32"
+    from draftproof.models.cpu_support import int4_refusal
+
+    refusal = f"they are for CPUs, and the model is on {device}" if device.type != "cpu" else int4_refusal()
+    if refusal is None:
+        return "int4" if asked == "auto" else asked
+    if asked != "auto":
+        warnings.warn(f"weights={asked!r} are not used: {refusal}. The model is loaded as it is", stacklevel=2)
+    return "float32"
 
 
 def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Tokenizer]:

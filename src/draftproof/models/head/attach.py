@@ -25,6 +25,7 @@ from draftproof.models.head.eagle3_file import Eagle3Head
 from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import embeddings, output_rows
 from draftproof.models.head.vocabulary import PublishedVocabulary
+from draftproof.models.int4_linear import pack_int4, runs_int4
 
 ON_CPU: Final = 12288
 """Tokens in the draft vocabulary on a CPU, where a step is bound by reading its weights. More tokens would raise
@@ -95,6 +96,8 @@ def _laid_out(
     network = network.to(device=device, dtype=torch.float32).eval().requires_grad_(False)
     rows = nn.Sequential(_linear(output.to(device=device, dtype=torch.float32)))
     for part in (network, rows):
+        if runs_int4(model) and pack_int4(part):
+            continue  # a drafter for a fast target must be fast; what it loses in precision is a few accepted tokens
         if bfloat16_packable(part) and not _has_bias(part):
             pack_bfloat16(part)
         elif packable(part):

@@ -1,7 +1,7 @@
 """Read from a target what its head needs: sizes, embeddings, output rows, and a hash of its weights."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -66,14 +66,21 @@ def output_rows(model: PreTrainedModel, ids: Int[Tensor, " R"]) -> Float[Tensor,
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """Hash a model's weights: the same result on every device and in every precision, packed or not.
+    """Hash a model's weights: the same result on every device and in every precision, packed or quantised or not.
 
-    It reads only signs, which no rounding changes, of a sample of the first matrices.
+    It reads only signs, which no rounding changes, of a sample of the first matrices. Four bits change signs, so a
+    quantised model remembers the hash of what it was made from.
     """
+    known: str | None = getattr(model, "source_weights_hash", None)
+    return hash_weights(model, _weight_matrices(model)) if known is None else known
+
+
+def hash_weights(model: PreTrainedModel, matrices: Iterable[Tensor]) -> str:
+    """Hash the sizes of a model and the signs of these matrices, of which the first HASHED_MATRICES are read."""
     config = decoder_config(model)
     sizes = config.hidden_size, config.num_hidden_layers, head_size(model)
     digest = hashlib.sha256(f"{config.model_type} {sizes}".encode())
-    for _, weight in zip(range(HASHED_MATRICES), _weight_matrices(model), strict=False):
+    for _, weight in zip(range(HASHED_MATRICES), matrices, strict=False):
         flat = weight.reshape(-1)
         step = max(1, flat.numel() // HASHED_WEIGHTS)
         digest.update(torch.signbit(flat[::step][:HASHED_WEIGHTS]).cpu().numpy().tobytes())
