@@ -10,6 +10,8 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 from hypothesis import settings
 
+from budget import thin
+
 # Every run tries the same examples, so that a failure is reproducible.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
@@ -36,6 +38,11 @@ total variation between the distribution of the output and the target's.
 | control | what it does wrong | caught by | sample | found |
 |---|---|---|---|---|
 """
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+    thin(items)
 
 
 def pytest_addoption(parser):

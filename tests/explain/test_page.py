@@ -66,7 +66,7 @@ browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machi
 
 @browser
 @pytest.mark.browser
-@pytest.mark.parametrize("kind", budgeted(list(RUNS), ["drawn", "block"]))
+@pytest.mark.parametrize("kind", budgeted(list(RUNS), ["block"]))
 def test_the_page_can_be_walked_through(kind, tmp_path):
     explanation = RUNS[kind]()
     with opened(write_page(explanation, tmp_path / "page.html"), 1280) as (tab, complaints):

@@ -3,7 +3,8 @@
 import json
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,14 @@ def serving(engine: Engine, headers: dict[str, str] | None = None, **settings: A
         state.close()
         bound.close()
         assert not thread.is_alive(), "the server hangs"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds; fail if it never does."""
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "it hangs"
+        time.sleep(0.005)
 
 
 def load(folder: str, drafter: Any = "ngram", **options: Any) -> Engine:

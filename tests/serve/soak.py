@@ -22,7 +22,7 @@ import httpx
 
 from draftproof.core.sampling import SamplingParams
 from draftproof.engine.engine import Engine
-from serve.running import WAIT, Running, serving
+from serve.running import WAIT, Running, serving, wait_for
 
 WORDS = [
     "the",
@@ -209,10 +209,7 @@ def check_nonces(records: list[Record]) -> None:
 
 def check_pool(server: Running) -> None:
     """Check that after the last request no row is left, and no page is taken but by idle prefixes."""
-    end = time.monotonic() + WAIT
-    while not (server.is_idle() and server.engine._loop.is_idle):
-        assert time.monotonic() < end, "a request hangs"
-        time.sleep(0.01)
+    wait_for(lambda: server.is_idle() and server.engine._loop.is_idle)
     scheduler = server.engine._loop.scheduler
     assert set(scheduler.rows.pool.rows) == set(scheduler.prefixes.idle)
     scheduler.clear_prefixes()

@@ -42,7 +42,7 @@ def test_it_serves_drains_at_the_first_signal_and_exits_0(endless_folder):
         assert f"curl {url}/v1/chat/completions" in lines[3]
         answer = json.load(post(f"{url}/v1/chat/completions", CHAT))
         assert answer["model"] == "mine"
-        stream = post(f"{url}/v1/chat/completions", CHAT | {"stream": True, "max_tokens": 150})
+        stream = post(f"{url}/v1/chat/completions", CHAT | {"stream": True, "max_tokens": 150, "ignore_eos": True})
         first = stream.readline()
         feed = urllib.request.urlopen(f"{url}/events", timeout=WAIT)
         process.send_signal(signal.SIGTERM)

@@ -9,7 +9,7 @@ import pytest
 
 from draftproof.core.sampling import SamplingParams
 from draftproof.serve.streaming import ClientGoneError, EventStream, unless_gone
-from serve.running import TEXT, WAIT
+from serve.running import TEXT, WAIT, wait_for
 
 LONG = TEXT | {"max_tokens": 3000}
 """Takes many times longer than the tests wait."""
@@ -24,13 +24,6 @@ def send(server, body):
     head = "\r\n".join((*lines, f"Content-Length: {len(content)}", "", ""))
     opened.sendall(head.encode() + content)
     return opened
-
-
-def wait_for(condition):
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end, "it hangs"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("stream", [False, True])

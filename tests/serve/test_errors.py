@@ -6,7 +6,7 @@ import threading
 import httpx
 import pytest
 
-from serve.running import CHAT, TEXT, WAIT, load, serving
+from serve.running import CHAT, TEXT, WAIT, load, serving, wait_for
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 BAD_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}
@@ -155,8 +155,7 @@ def test_a_full_queue_is_a_429_and_room_comes_again(endless_folder):
             ]
             for thread in threads:
                 thread.start()
-            while small.state.service.waiting < 2:
-                pass
+            wait_for(lambda: small.state.service.waiting == 2)
             answer = small.post(TEXTS, TEXT)
             held.set()
             assert answer.status_code == 429
@@ -175,13 +174,11 @@ def test_n_texts_are_taken_all_or_none(endless_folder):
         small.engine._loop.scheduler.parts = lambda: (held.wait(WAIT), step())[1]
         thread = threading.Thread(target=small.complete, kwargs={"max_tokens": 2, "n": 2})
         thread.start()
-        while small.state.service.waiting < 2:
-            pass
+        wait_for(lambda: small.state.service.waiting == 2)
         assert small.post(TEXTS, TEXT | {"n": 4}).status_code == 429
         held.set()
         thread.join(WAIT)
-        while not small.is_idle():
-            pass
+        wait_for(small.is_idle)
         assert small.complete(max_tokens=2)
 
 
@@ -192,8 +189,7 @@ def test_a_dead_engine_is_told_everywhere(endless_folder):
         answers = []
         thread = threading.Thread(target=lambda: answers.append(dying.post(TEXTS, TEXT | {"max_tokens": 3000})))
         thread.start()
-        while dying.state.service.running == 0:
-            pass
+        wait_for(lambda: dying.state.service.running > 0)
 
         def broken():
             raise RuntimeError("out of memory")
@@ -214,7 +210,5 @@ def test_a_request_that_takes_too_long_ends(endless_folder):
         assert error["code"] == "timeout"
         events = hasty.stream_text(max_tokens=4000)
         assert events[-1]["error"]["code"] == "timeout"
-        assert len(events) > 1
-        while not hasty.is_idle():
-            pass
+        wait_for(hasty.is_idle)
         assert hasty.complete(max_tokens=1)

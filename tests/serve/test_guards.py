@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from draftproof.serve.middleware import JsonLogs
-from serve.running import CHAT, load, serving
+from serve.running import CHAT, WAIT, load, serving, wait_for
 
 CHATS = "/v1/chat/completions"
 
@@ -125,8 +125,7 @@ def value_of(text, name):
 def test_metrics_count_what_happened(endless_folder, prefix):
     with serving(load(endless_folder), metrics_prefix=prefix) as counted:
         answer = counted.complete(prompt=[5, 6, 7, 8] * 20, max_tokens=30, temperature=0, num_draft_tokens=4)
-        while not counted.is_idle():  # the row leaves after its last chunk
-            pass
+        wait_for(counted.is_idle)  # the row leaves after its last chunk
         text = counted.client.get("/metrics").text
         speculation = answer["metrics"]["speculative_decoding"]
         for name, expected in {
@@ -149,7 +148,7 @@ def test_metrics_count_what_happened(endless_folder, prefix):
 
 
 def test_the_feed_tells_the_load(server):
-    with httpx.stream("GET", f"{server.url}/events", timeout=10) as feed:
+    with httpx.stream("GET", f"{server.url}/events", timeout=WAIT) as feed:
         lines = (line for line in feed.iter_lines() if line)
         assert feed.headers["content-type"].startswith("text/event-stream")
         first = json.loads(next(lines).removeprefix("data: "))

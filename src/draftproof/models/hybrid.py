@@ -28,7 +28,7 @@ from draftproof.models.compatibility import (
 from draftproof.models.hf import LayerStates, check_layers, check_pass
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import additive_mask, chain_view
-from draftproof.models.probe import attempt, probe_causality, probe_rollback
+from draftproof.models.probe import attempt, probe_causality, probe_rollback, probe_states
 from draftproof.models.recurrent import Call, Mixer, StateLayer, States, find_mixers, recording
 from draftproof.models.rows import Read, Reading, RectangularRows
 from draftproof.models.weight_sharing import copy_for_slot_cache, run_once
@@ -199,6 +199,7 @@ class HybridModel:
         self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
         self._mixers = attempt(model, self._found_mixers)
         probe_causality(self, model, self.new_cache)
+        probe_states(self, model, self._cache_of_made_up_states)
         probe_rollback(self, model)
 
     @property
@@ -217,6 +218,17 @@ class HybridModel:
         slots = SlotCache(self._attending, rows, capacity, self.device)
         states = {mixer.layer: mixer.zeros(rows) for mixer in self._mixers}
         return HybridCache(self._kinds, self._mixers, slots, states)
+
+    def _cache_of_made_up_states(self) -> HybridCache:
+        """Return a row whose recurrent states are random numbers, always the same."""
+        generator = torch.Generator().manual_seed(1)
+        states = {
+            mixer.layer: {
+                key: torch.randn(zeros.shape, generator=generator).to(zeros) for key, zeros in mixer.zeros(1).items()
+            }
+            for mixer in self._mixers
+        }
+        return HybridCache(self._kinds, self._mixers, SlotCache(self._attending, 1, 0, self.device), states)
 
     def open_rows(self) -> "HybridRows":
         return HybridRows(self)

@@ -135,6 +135,33 @@ def probe_rollback(served: Model, original: PreTrainedModel) -> None:
         )
 
 
+def probe_states(served: Model, original: PreTrainedModel, new_cache: Callable[[], Cache]) -> None:
+    """Refuse a model whose passes over several tokens use the recurrent state in another way than passes over one.
+
+    `new_cache` returns a row with made-up states, always the same. After a few tokens the states of some models are
+    still so small that ignoring them would pass for rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(served.vocab_size, (1, PROBE_SHORT), generator=generator).to(served.device)
+
+    def difference() -> float:
+        together, cache = served(tokens, new_cache()).logits[0], new_cache()
+        each = []
+        for token in tokens.split(1, 1):
+            each.append(served(token, cache).logits[0])
+            cache.keep(torch.tensor([1]))
+        return float((together - torch.cat(each)).abs().max() / together.std())
+
+    off = attempt(original, difference)
+    if not off <= _rounding_limit(original):
+        raise InexactError(
+            f"{type(original).__name__} cannot roll back after a rejection: from the same recurrent state, a pass over "
+            f"{PROBE_SHORT} tokens differs from passes over one by {off:.1e} of the logits' standard deviation. Its "
+            "passes over several tokens ignore the recurrent state, or use it in another way than passes over one. Use "
+            "a model with attention in every layer, or transformers' own generate"
+        )
+
+
 def _worst_after_rollbacks(served: Model, original: PreTrainedModel, tokens: Int[Tensor, "B T"]) -> float:
     """Return the largest difference of logits to a plain forward, in standard deviations."""
     cache, worst = served.new_cache(len(tokens)), 0.0

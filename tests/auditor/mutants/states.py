@@ -1,6 +1,7 @@
 """Mutants of the engine's state: wrong cache rollback, shared seeds, tokens after the end of a text."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,8 +128,9 @@ def tokens_after_the_end(world: World) -> Engine:
 
     class Overrunning(Engine):
         def _extend(self, session: Session, emitted: Emitted) -> None:
-            ends, self.eos = self.eos, self.eos & set(emitted.tokens[-1:])
+            request = session.request
+            session.request = replace(request, ends=request.ends & set(emitted.tokens[-1:]))
             super()._extend(session, emitted)
-            self.eos = ends
+            session.request = request
 
     return world.engine(kind=Overrunning, eos=(END,), rule="block")
