@@ -83,16 +83,13 @@ def test_a_cpu_that_cannot_gets_float32_with_a_sentence(folder, monkeypatch):
         assert chosen("auto") == "float32"
 
 
-def chosen(weights, name=bundled.NAME, **options):
-    return loading.chosen_weights(name, loading.LoadOptions(weights=weights, **options), torch.device("cpu"))
+def chosen(weights):
+    return loading.chosen_weights(loading.LoadOptions(weights=weights), torch.device("cpu"))
 
 
-def test_auto_is_four_bits_for_the_bundled_model_alone(monkeypatch):
+def test_auto_is_float32(monkeypatch):
     monkeypatch.setattr(cpu_support, "int4_refusal", lambda: None)
-    assert chosen("auto") == "int4"
-    assert chosen("float32") == "float32"
-    assert chosen("auto", "elsewhere") == "float32"
-    assert chosen("auto", dtype=torch.float64) == chosen("auto", pack=False) == "float32"
+    assert [chosen(kind) for kind in ("auto", "float32", "int4", "int8")] == ["float32", "float32", "int4", "int8"]
 
 
 def test_a_cpu_is_tried_in_a_child_once(monkeypatch, tmp_path):

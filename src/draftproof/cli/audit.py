@@ -285,7 +285,7 @@ def _open_target(choice: Choice, engine: str) -> "Engine":
     """Load the target: with its drafter to audit draftproof, otherwise alone and with its weights not repacked."""
     if engine == "draftproof":
         return open_engine(choice, dtype=_precision())
-    prepare(Choice(choice.target, None), _precision())
+    prepare(Choice(choice.target, None))
     with spinner(f"Loading {choice.target}"):
         quiet_hosts()
         from draftproof.engine.load import load

@@ -66,7 +66,7 @@ def open_engine(
     `verifier` replaces the rule, for example by one that records its decisions; `dtype` replaces the device's default;
     `limits` are those of `load`, such as max_batch.
     """
-    prepare(choice, dtype)
+    prepare(choice)
     with spinner(f"Loading {choice.target}"):
         quiet_hosts()
         from draftproof.engine.load import load
@@ -113,21 +113,12 @@ def sampling_for(engine: "Engine", given: Mapping[str, Any]) -> "SamplingParams"
     return replace(default, **given)
 
 
-def prepare(choice: Choice, dtype: "torch.dtype | None" = None) -> None:
-    """Download the bundled model, with the weights that `load` takes, if it is chosen and missing.
-
-    It shows a progress bar, so no spinner may be running.
-    """
+def prepare(choice: Choice) -> None:
+    """Download the bundled model if it is chosen and missing. It shows a progress bar, so no spinner may be running."""
     from draftproof.models import bundled
 
-    if bundled.NAME not in (choice.target, choice.drafter):
-        return
-    from draftproof.models.loading import LoadOptions, chosen_weights, default_device
-
-    options = LoadOptions(choice.device, dtype)
-    weights = chosen_weights(bundled.NAME, options, default_device(options))
-    if not bundled.is_cached(weights):
-        bundled.fetch(weights=weights)
+    if bundled.NAME in (choice.target, choice.drafter) and not bundled.is_cached():
+        bundled.fetch()
 
 
 def quiet_hosts() -> None:

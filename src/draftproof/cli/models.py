@@ -6,20 +6,19 @@ from typing import Any, Final
 
 import click
 
-BUNDLED_MEMORY: Final = "0.6 to 1.6 GB of memory on a CPU"
-"""Memory of the bundled model while it generates: weights in four bits or in float32, the head, and torch."""
+BUNDLED_MEMORY: Final = "about 1.6 GB of memory on a CPU, in float32"
+"""Memory of the bundled model while it generates: weights, their copy packed for the CPU, the head, and torch."""
 
 HELP = f"""List the models on this machine: the bundled one, and those in the Hugging Face cache.
 
-The bundled model, smollm2 (135M parameters), takes 100 MB on disk in four bits, 540 MB in float32, and
-{BUNDLED_MEMORY}. Other models
+The bundled model, smollm2 (135M parameters), takes 540 MB on disk and {BUNDLED_MEMORY}. Other models
 take at least 4 bytes per parameter on a CPU (float32) and 2 on a GPU (bfloat16); `draftproof env` shows how much memory
 is free.
 
 \b
 Examples:
   draftproof models
-  draftproof models fetch            download the bundled model (about 90 MB)
+  draftproof models fetch            download the bundled model (about 90 MB; 540 MB on disk)
   draftproof models remove           delete it again
   draftproof models export HEAD OUT --target MODEL     write a trained head for vLLM
 """
@@ -56,9 +55,8 @@ def fetch(name: str) -> None:
     """
     _only_bundled(name)
     from draftproof.models import bundled
-    from draftproof.models.loading import LoadOptions, chosen_weights, default_device
 
-    path: Path = bundled.fetch(weights=chosen_weights(name, LoadOptions(), default_device(LoadOptions())))
+    path: Path = bundled.fetch()
     click.echo(f"{name}: {megabytes(bundled.size())} in {path}")
 
 
@@ -103,10 +101,8 @@ def bundled_model() -> dict[str, Any]:
     """Return the name, state, size and folder of the bundled model."""
     from draftproof.models import bundled
 
-    kinds = [weights for weights in bundled.FOLDERS if bundled.is_cached(weights)]
-    state = f"cached ({', '.join(kinds)})" if kinds else "not downloaded: draftproof models fetch"
-    path = bundled.folder(kinds[0] if kinds else "float32")
-    return {"name": bundled.NAME, "state": state, "bytes": bundled.size(), "path": str(path)}
+    state = "cached" if bundled.is_cached() else "not downloaded: draftproof models fetch"
+    return {"name": bundled.NAME, "state": state, "bytes": bundled.size(), "path": str(bundled.folder())}
 
 
 def hub_models() -> list[dict[str, Any]]:

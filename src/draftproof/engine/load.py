@@ -67,8 +67,7 @@ def load(
                       of one token, for as much memory again as the output head
     graphs            on a GPU, record short passes and replay them: a pass takes longer to launch than to run
     weights           "float32" (the model's own, in `dtype`), "int4" or "int8": quantised for the CPU when loaded by
-                      name; the text then has the quantised model's distribution. "auto" is int4 for "smollm2", whose
-                      file holds four bits, on a CPU that is fast at them, and float32 for all other models
+                      name; the text then has the quantised model's distribution. "auto" is float32
 
     A model object that is passed in is never altered, and stays on its device.
     """

@@ -49,7 +49,7 @@ def load_model(spec: Any, options: LoadOptions) -> tuple[Any, Tokenizer | None]:
     device = default_device(options)
     check_device(device, f"device={options.device!r}")
     dtype = options.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    weights = chosen_weights(str(spec), options, device)
+    weights = chosen_weights(options, device)
     if str(spec) == bundled.NAME and weights == "int4":
         return bundled.load(weights=weights)
     if str(spec) == bundled.NAME:
@@ -74,22 +74,19 @@ def default_device(options: LoadOptions) -> torch.device:
     return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def chosen_weights(name: str, options: LoadOptions, device: torch.device) -> str:
+def chosen_weights(options: LoadOptions, device: torch.device) -> str:
     """Return the kind of weights that a model is loaded with: "float32" stands for its own, in `dtype`.
 
-    "auto" is what the file of the bundled model holds, four bits, where the CPU has the instructions, and float32
-    elsewhere. Where four or eight bits are asked for and cannot be served, float32 is taken, with a warning.
+    "auto" is float32. Where four or eight bits are asked for and cannot be served, float32 is taken, with a warning.
     """
-    asked, bundled_name = options.weights, name == bundled.NAME
-    if asked == "float32" or (asked == "auto" and (not bundled_name or options.dtype is not None or not options.pack)):
+    if options.weights in ("auto", "float32"):
         return "float32"
     from draftproof.models.cpu_support import int4_refusal
 
     refusal = f"they are for CPUs, and the model is on {device}" if device.type != "cpu" else int4_refusal()
     if refusal is None:
-        return "int4" if asked == "auto" else asked
-    if asked != "auto":
-        warnings.warn(f"weights={asked!r} are not used: {refusal}. The model is loaded as it is", stacklevel=2)
+        return options.weights
+    warnings.warn(f"weights={options.weights!r} are not used: {refusal}. The model is loaded as it is", stacklevel=2)
     return "float32"
 
 
