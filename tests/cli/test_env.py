@@ -20,7 +20,7 @@ def test_it_shows_versions_hardware_memory_and_models(run):
     assert set(found["versions"]) >= {"python", "draftproof", "transformers", "triton", "numpy"}
     assert found["processor"]["threads"] >= 1
     assert found["memory"]["total"].endswith(" GB")
-    assert "0.6 to 1.6 GB" in found["memory"]["needed by smollm2"]
+    assert "0.9 to 1.6 GB" in found["memory"]["needed by smollm2"]
     assert "not downloaded" in found["models"]["smollm2"]
 
 

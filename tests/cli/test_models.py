@@ -39,4 +39,4 @@ def test_other_models_are_fetched_elsewhere(run):
 
 
 def test_the_help_says_how_much_memory_the_bundled_model_takes(run):
-    assert "0.6 to 1.6 GB" in " ".join(run("models", "--help").out.split())
+    assert "0.9 to 1.6 GB" in " ".join(run("models", "--help").out.split())

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-BUNDLED_MEMORY: Final = "0.6 to 1.6 GB of memory on a CPU"
+BUNDLED_MEMORY: Final = "0.9 to 1.6 GB of memory on a CPU"
 """Memory of the bundled model while it generates: weights in four bits or in float32, the head, and torch."""
 
 HELP = f"""List the models on this machine: the bundled one, and those in the Hugging Face cache.
