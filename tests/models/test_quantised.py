@@ -119,6 +119,7 @@ def test_the_probe_passes_where_the_tests_run(tmp_path, monkeypatch):
 
 
 @needs_int4
+@pytest.mark.slow
 def test_the_bundled_model_has_the_weights_of_its_file(smollm2):
     """Matrices equal the float32 conversion up to the rounding of scales and zeros; other row orders would not."""
     own, _ = smollm2
