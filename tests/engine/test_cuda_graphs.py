@@ -8,6 +8,7 @@ from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
 from draftproof.engine.draft_length import Costs
+from draftproof.models import compatibility
 from draftproof.models.cuda_graphs import WARMUP_PASSES, CapturedGraphs
 from draftproof.models.hf import HFModel
 from engine.fake_graphs import FakeGraphs
@@ -124,3 +125,20 @@ def test_a_rebound_length_is_detected(monkeypatch):
     monkeypatch.setattr(HFModel, "_logits_and_states", rebinding)
     with pytest.raises(AssertionError, match="the recorded memory, and no other"):
         long_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"dtype": torch.float64}, "the model is in torch.float64"),
+        ({"head_dim": 320}, "serves heads of up to 256 numbers, and the model has 320"),
+    ],
+)
+def test_what_the_attention_kernel_does_not_serve_is_rectangular(monkeypatch, changed, reason):
+    FakeGraphs(monkeypatch)
+    model = llama.__wrapped__()
+    if "dtype" in changed:
+        model = model.double()
+    else:
+        model.config.head_dim = changed["head_dim"]
+    assert reason in compatibility.packing_refusal(model)

@@ -41,6 +41,7 @@ def test_another_models_distribution_is_told_apart(drafted):
     assert g_test(counts(drafted.texts, V), joint_distribution(other, PROMPT, WARM, LENGTH)) < ALPHA
 
 
+@pytest.mark.slow
 def test_an_audit_finds_no_bias():
     found = audit(
         engine("block"), int4_llama(V), [list(PROMPT)], sampling=SamplingParams(), bias=0.3, length=8, batch=50

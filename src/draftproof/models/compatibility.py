@@ -47,6 +47,10 @@ SERVED_DEVICES = ("cpu", "cuda")
 OWN_PACKAGES = ("torch", "transformers", "draftproof")
 """Packages whose modules are known code; a model with a module from elsewhere (remote code, adapters) is probed."""
 
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_KERNEL_HEAD = 256
+"""What our attention kernel serves on a GPU (kernels/attention.py)."""
+
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that are not quantised; float8 is."""
 
@@ -87,11 +91,24 @@ def packing_refusal(model: PreTrainedModel) -> str | None:
 
     A pool needs an attention function that knows the rows of a pass; on a GPU it is a kernel of ours.
     """
-    if not is_cpu(model.device) and not runs_kernels(model.device):
-        return f"on {model.device.type} a pool needs Triton, which is not installed"
+    if not is_cpu(model.device):
+        if not runs_kernels(model.device):
+            return f"on {model.device.type} a pool needs Triton, which is not installed"
+        if model.dtype not in KERNEL_DTYPES:
+            return f"the attention kernel computes in float32, bfloat16 or float16, and the model is in {model.dtype}"
+        if (size := _largest_head(decoder_config(model))) > LARGEST_KERNEL_HEAD:
+            return f"the attention kernel serves heads of up to {LARGEST_KERNEL_HEAD} numbers, and the model has {size}"
     if not model._supports_attention_backend:
         return f"{type(model).__name__} brings its own attention: it does not use transformers' attention interface"
     return None
+
+
+def _largest_head(config: PreTrainedConfig) -> int:
+    """Return the size of a query head, as far as the configuration tells; 0 if it does not."""
+    sizes = [getattr(config, name, None) for name in ("head_dim", "global_head_dim", "qk_head_dim")]
+    if sizes[0] is None and getattr(config, "num_attention_heads", None):
+        sizes.append(config.hidden_size // config.num_attention_heads)
+    return max((size for size in sizes if isinstance(size, int)), default=0)
 
 
 def _refuse_placement(model: PreTrainedModel) -> None:
