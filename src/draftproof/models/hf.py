@@ -88,7 +88,8 @@ class HFModel:
         self._parts: dict[int, HFModel] = {}
         self._kinds = tuple(self._windows.items())
         self._shapes: tuple[LayerShape, ...] | None = None
-        self._lean = LlamaPass.of(self._net) if packing_refusal(self._net) is None else None
+        on_cpu = is_cpu(self._net.device)
+        self._lean = LlamaPass.of(self._net) if on_cpu and packing_refusal(self._net) is None else None
         if not probed and needs_probe(model, drafter=drafter):
             probe(self, model, self._windows, drafter=drafter)
 
