@@ -104,7 +104,7 @@ test-vllm: .venv-vllm/.ready
 	for kind in ngram drawn; do $(VLLM_TEST) -k $$kind tests/integrations/test_vllm_audits.py || exit 1; done
 
 test-vllm-all: test-vllm
-	for kind in suffix argmax preempted; do $(VLLM_TEST) -k $$kind tests/integrations/test_vllm_audits.py || exit 1; done
+	for kind in suffix argmax eagle preempted chunked; do $(VLLM_TEST) -k $$kind tests/integrations/test_vllm_audits.py || exit 1; done
 	$(VLLM_TEST) tests/integrations/test_vllm_processes.py
 
 soak: $(READY)
@@ -117,11 +117,14 @@ SERVE := .venv-serve/bin
 	test -x $(SERVE)/python || $(PYTHON) -m venv .venv-serve
 	$(SERVE)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(SERVE)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve]" \
-		pytest hypothesis beartype httpx "schemathesis>=4" "langchain-openai>=1" "langchain-tests>=1" "lm-eval[api]>=0.4.9"
+		pytest hypothesis beartype httpx "schemathesis>=4" "langchain-openai>=1" "langchain-tests>=1" "lm-eval[api]>=0.4.9" \
+		accelerate
 	touch .venv-serve/.ready
 
+# One event loop for all: langchain keeps its connections from test to test.
 test-serve: .venv-serve/.ready
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(SERVE)/pytest -m serve tests/serve
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(SERVE)/pytest -m serve -o asyncio_mode=auto \
+		-o asyncio_default_test_loop_scope=session -o asyncio_default_fixture_loop_scope=session tests/serve
 
 # The packages that published drafters are compared with. speculators would bring parts that no test uses.
 REFERENCES := .venv-references/bin

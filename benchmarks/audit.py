@@ -177,7 +177,7 @@ def main() -> None:
     }
     print("toys", flush=True)
     result["toys"] = toys()
-    plain = dp.load(drafter=None)
+    plain = dp.load(drafter=None, weights="float32")
     print("cost of the audit over decoding, one prompt at a time", flush=True)
     result["cost"] = {
         "ngram, temperature 0.8, top-p 0.95": cost(plain, "ngram, warm", "ngram", WARM, 6),

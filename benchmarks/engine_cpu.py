@@ -69,7 +69,7 @@ def ours(engine: dp.Engine) -> Contender:
 
 def contenders() -> tuple[dict[str, Contender], dict[str, dp.Engine]]:
     theirs, _ = bundled.load()
-    engines = {name: dp.load(drafter=None if name == "plain" else name) for name in OURS}
+    engines = {name: dp.load(drafter=None if name == "plain" else name, weights="float32") for name in OURS}
     calls = {"transformers": peer(theirs), "transformers prompt lookup": peer(theirs, prompt_lookup_num_tokens=10)}
     return calls | {name: ours(engine) for name, engine in engines.items()}, engines
 

@@ -1,6 +1,7 @@
 """Measure generation on a GPU: passes, rounds and tokens per second of an 8B-shaped pair, beside transformers.
 
-    python benchmarks/generation_gpu.py [--parts profile pass reading one batch long transformers] [--out FILE]
+    python benchmarks/generation_gpu.py [--parts profile pass reading one batch long auto service requests transformers]
+                                        [--out FILE]
 
 The pair has random weights in bfloat16. What the target's layers after the fourth add is scaled by --share, and the
 output head by 4, so that the first four layers, as a drafter of their own, agree with it about as often as a good small
@@ -8,11 +9,14 @@ model would; every matrix is still multiplied.
 """
 
 import argparse
+import asyncio
 import copy
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftproof as dp
+from draftproof.core.device import AsyncCopy
 from draftproof.models.device_rows import DeviceRows
 from draftproof.models.hf import HFModel
 from draftproof.models.rows import Block, Reading
@@ -119,20 +124,46 @@ def prompts(vocabulary: int, rows: int, length: int = 128) -> list[list[int]]:
     return [torch.randint(vocabulary, (length,), generator=generator).tolist() for _ in range(rows)]
 
 
+@contextmanager
+def waiting() -> Iterator[list[float]]:
+    """Collect the seconds that the host waits for results."""
+    read, waited = AsyncCopy.read, list[float]()
+
+    def timed(copy: AsyncCopy) -> Any:
+        start = time.perf_counter()
+        numbers = read(copy)
+        waited.append(time.perf_counter() - start)
+        return numbers
+
+    AsyncCopy.read = timed  # type: ignore[method-assign]
+    try:
+        yield waited
+    finally:
+        AsyncCopy.read = read  # type: ignore[method-assign]
+
+
 def tokens_per_second(
-    engine: dp.Engine, texts: list[list[int]], temperature: float, tokens: int, *, seeded: bool = True, **more: Any
+    engine: dp.Engine,
+    texts: list[list[int]],
+    temperature: float,
+    tokens: int,
+    *,
+    seeded: bool = True,
+    k: int | str | None = None,
+    **more: Any,
 ) -> Any:
     """Return the best of two runs after a warm-up, with what a round took."""
     seeds = range(len(texts)) if seeded else [None] * len(texts)
     samplings = [dp.SamplingParams(temperature=temperature, seed=seed, **more) for seed in seeds]
-    engine.generate(texts, samplings, max_tokens=24)
+    engine.generate(texts, samplings, max_tokens=24, num_draft_tokens=k)
     best: dict[str, Any] = {}
     for _ in range(2):
         sync()
-        start = time.perf_counter()
-        outputs = engine.generate(texts, samplings, max_tokens=tokens)
-        sync()
-        seconds = time.perf_counter() - start
+        with waiting() as waited:
+            start = time.perf_counter()
+            outputs = engine.generate(texts, samplings, max_tokens=tokens, num_draft_tokens=k)
+            sync()
+            seconds = time.perf_counter() - start
         made = sum(len(output.tokens) for output in outputs)
         rounds = max(output.stats.rounds for output in outputs)
         if not best or made / seconds > best["tokens/s"]:
@@ -140,11 +171,16 @@ def tokens_per_second(
             for output in outputs:
                 for stage, value in output.stats.seconds.items():
                     stages[stage] = stages.get(stage, 0.0) + value
+            reading = stages.get("prefill", 0.0)
+            device = stages.get("draft", 0.0) + stages.get("score", 0.0)
             best = {
                 "tokens/s": round(made / seconds, 1),
+                "steady ms a round": round(1e3 * (seconds - reading) / rounds, 2),
+                "device ms a round": round(1e3 * device / rounds, 2),
+                "host ms a round": round(1e3 * (seconds - sum(waited)) / rounds, 3),
                 "tokens a pass": round(statistics.mean(output.stats.tokens_per_pass for output in outputs), 2),
                 "ms a round": round(1e3 * seconds / rounds, 2),
-                "host ms a round, by stage": {k: round(1e3 * v / rounds, 2) for k, v in stages.items()},
+                "ms a round, by stage": {name: round(1e3 * v / rounds, 2) for name, v in stages.items() if v},
                 "failed": [output.error for output in outputs if output.error][:1],
             }
     return best
@@ -171,6 +207,75 @@ def generation(
             del engine
             torch.cuda.empty_cache()
     return found
+
+
+def automatic(target: LlamaForCausalLM, drafter: LlamaForCausalLM, batches: list[int], tokens: int) -> dict[str, Any]:
+    """Compare "auto" with fixed draft lengths and with plain decoding, in one engine for each number of rows."""
+    found: dict[str, Any] = {}
+    for rows in batches:
+        texts = prompts(target.config.vocab_size, rows)
+        engine = dp.load(target, drafter, max_batch=rows, kv_memory=0.3)
+        speeds = {
+            str(k): tokens_per_second(engine, texts, 0.8, tokens, seeded=False, k=k)["tokens/s"]
+            for k in (0, 2, 4, 6, "auto", "auto")
+        }
+        best = max(value for name, value in speeds.items() if name != "auto")
+        found[f"{rows} rows"] = {
+            **speeds, "auto / best fixed": round(speeds["auto"] / best, 3),
+            "auto / plain": round(speeds["auto"] / speeds["0"], 3),
+        }  # fmt: skip
+        print(rows, found[f"{rows} rows"], flush=True)
+        del engine
+        torch.cuda.empty_cache()
+    return found
+
+
+def service(target: LlamaForCausalLM, tokens: int, rows: int = 32) -> dict[str, Any]:
+    """Compare so many callers of a service with one call of the library."""
+    texts = prompts(target.config.vocab_size, rows)
+    engine = dp.load(target, None, max_batch=rows, kv_memory=0.3)
+    library = tokens_per_second(engine, texts, 0.8, tokens, seeded=False)["tokens/s"]
+    served = engine.service()
+    sampling = dp.SamplingParams(temperature=0.8)
+
+    def threads() -> float:
+        start = time.perf_counter()
+        streams = [served.submit(text, sampling, max_tokens=tokens) for text in texts]
+        with ThreadPoolExecutor(rows) as callers:
+            made = sum(callers.map(lambda stream: sum(len(chunk.tokens) for chunk in stream), streams))
+        return made / (time.perf_counter() - start)
+
+    async def caller(text: list[int]) -> int:
+        return sum([len(chunk.tokens) async for chunk in served.submit(text, sampling, max_tokens=tokens)])
+
+    async def all_callers() -> int:
+        return sum(await asyncio.gather(*map(caller, texts)))
+
+    def coroutines() -> float:
+        start = time.perf_counter()
+        return asyncio.run(all_callers()) / (time.perf_counter() - start)
+
+    found: dict[str, Any] = {"library, tokens/s": library}
+    for name, run in (("threads", threads), ("coroutines", coroutines)):
+        run()
+        speed = max(run() for _ in range(2))
+        found |= {f"32 {name}, tokens/s": round(speed, 1), f"32 {name} / library": round(speed / library, 3)}
+    served.close()
+    return found
+
+
+def requests(target: LlamaForCausalLM, drafter: LlamaForCausalLM) -> dict[str, Any]:
+    """Run 1000 requests of mixed lengths, and look at the memory and the slowest round."""
+    engine = dp.load(target, drafter, num_draft_tokens=3, max_batch=16, kv_memory=2**30)
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.randint(4, 60, (1000, 2), generator=generator).tolist()
+    texts = [torch.randint(target.config.vocab_size, (n,), generator=generator).tolist() for n, _ in sizes]
+    held = []
+    for at in range(0, 1000, 100):
+        engine.generate(texts[at : at + 100], temperature=0.8, max_tokens=[m for _, m in sizes[at : at + 100]])
+        sync()
+        held.append(torch.cuda.memory_allocated() >> 10)
+    return {"KiB held after each 100 requests": held}
 
 
 def beside_transformers(target: LlamaForCausalLM, drafter: LlamaForCausalLM, tokens: int) -> dict[str, Any]:
@@ -248,6 +353,9 @@ def main() -> None:
         "one": lambda: generation(target, drafter, [1], options.tokens, 128),
         "batch": lambda: generation(target, drafter, options.batches, options.tokens, 128),
         "long": lambda: generation(target, drafter, options.batches, 64, 4096),
+        "auto": lambda: automatic(target, drafter, options.batches, options.tokens),
+        "service": lambda: service(target, options.tokens),
+        "requests": lambda: requests(target, drafter),
         "transformers": lambda: beside_transformers(target, drafter, options.tokens),
     }
     found: dict[str, Any] = {"shape": options.shape, "share": options.share}

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    plain = dp.load(drafter=None)
+    plain = dp.load(drafter=None, weights="float32")
     results = {"command": "python benchmarks/head_confidence.py", "torch": torch.__version__}
     for temperature in (0.0, 1.0):
         results[f"temperature {temperature:g}"] = measure(

@@ -96,22 +96,29 @@ def rollback(model: tf.PreTrainedModel, K: int, repeats: int = 15) -> dict[str, 
     """Return milliseconds of a pass over one token, of one over K + 1, and of undoing its second half."""
     served, T = HybridModel(model), K + 1
     cache = served.new_cache(1, 1024)
-    served(torch.randint(V, (1, 64)), cache, scored=1)
+
+    def timed(call: Callable[[], object]) -> float:
+        wait = torch.cuda.synchronize if served.device.type == "cuda" else lambda: None
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        return time.perf_counter() - start
+
+    def score(tokens: int) -> float:
+        text = torch.randint(V, (1, tokens), device=served.device)
+        return timed(lambda: served(text, cache))
+
+    score(64)
     cache.keep(torch.tensor([64]))
     ones, passes, undone = [], [], []
     for _ in range(repeats):
-        start = time.perf_counter()
-        served(torch.randint(V, (1, 1)), cache)
-        ones.append(time.perf_counter() - start)
+        ones.append(score(1))
         cache.keep(torch.tensor([1]))
         cache.settle()
-        start = time.perf_counter()
-        served(torch.randint(V, (1, T)), cache)
-        passes.append(time.perf_counter() - start)
+        passes.append(score(T))
         cache.keep(torch.tensor([T // 2]))
-        start = time.perf_counter()
-        cache.settle()
-        undone.append(time.perf_counter() - start)
+        undone.append(timed(cache.settle))
     return {"ms_one": 1e3 * median(ones), "ms_pass": 1e3 * median(passes), "ms_rollback": 1e3 * median(undone)}
 
 

@@ -98,7 +98,9 @@ class Worker:
     """A decoder in a process of its own."""
 
     def __init__(self, python: str, kind: str, draft: str | None, path: str, weights: str) -> None:
-        command = [python, __file__, "--serve", kind, "--draft", draft or "", "--file", path, "--weights", weights]
+        # -P: this file must not be found in place of the package of its name.
+        command = [python, "-P", __file__, "--serve", kind, "--draft", draft or "", "--file", path]
+        command += ["--weights", weights]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.system = self._line()["system"]
 
@@ -121,35 +123,37 @@ def speed(made: dict[str, Any]) -> float:
     return len(later) / (times[-1] - times[0]) if later else 0.0
 
 
-def compare(python: str, path: str, tokens: int, repeats: int, weights: str) -> dict[str, Any]:
-    """Let all decoders take turns on every prompt; return speeds by kind of prompt, and ratios to llama.cpp."""
+def compare(asked: argparse.Namespace, path: str) -> dict[str, Any]:
+    """Let decoders take turns on every prompt; return speeds by kind of prompt, and ratios to the first decoder's."""
     from transformers import AutoTokenizer
 
     from draftproof.models import bundled
 
     tokenizer = AutoTokenizer.from_pretrained(bundled.fetch(weights="int4"), local_files_only=True)
     workers = {
-        name: Worker(python if kind == "llama" else sys.executable, kind, draft, path, weights)
+        name: Worker(asked.llama_python if kind == "llama" else sys.executable, kind, draft, path, asked.weights)
         for name, (kind, draft) in DECODERS.items()
+        if not asked.decoders or name in asked.decoders
     }
     end = [tokenizer.eos_token_id]
     found: dict[str, Any] = {
         "system": {name: worker.system for name, worker in workers.items()}, "memory": {}, "speeds": {}, "ratios": {}
     }  # fmt: skip
     for kind, prompts in {"chat": CHAT, "copying": COPYING}.items():
-        speeds: dict[str, list[float]] = {name: [] for name in DECODERS}
-        for repeat in range(repeats + 1):  # the first is a warm-up
-            for prompt in prompts:
-                messages = [{"role": "user", "content": prompt}]
-                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-                for name, worker in workers.items():
-                    made = worker.decode(list(ids), tokens, end)
-                    found["memory"][name] = made["memory"]
-                    if repeat and len(made["tokens"]) > 8:
-                        speeds[name].append(speed(made))
+        speeds: dict[str, list[float]] = {name: [] for name in workers}
+        for prompt in prompts[: asked.prompts]:
+            messages = [{"role": "user", "content": prompt}]
+            ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+            for repeat in range(asked.repeats + 1):  # the first is a warm-up
+                made = {name: worker.decode(ids, asked.tokens, end) for name, worker in workers.items()}
+                if repeat and all(len(each["tokens"]) > 8 for each in made.values()):
+                    for name, each in made.items():
+                        speeds[name].append(speed(each))
+                        found["memory"][name] = each["memory"]
+        first = next(iter(speeds.values()))
         found["speeds"][kind] = {name: statistics.median(values) for name, values in speeds.items()}
         found["ratios"][kind] = {
-            name: statistics.median(a / b for a, b in zip(values, speeds["llama.cpp"], strict=False))
+            name: statistics.median(a / b for a, b in zip(values, first, strict=True))
             for name, values in speeds.items()
         }
     return found
@@ -160,6 +164,8 @@ def main() -> None:
     parser.add_argument("--llama-python", default=".venv-llama/bin/python", help="a Python with llama-cpp-python")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompts", type=int, help="prompts of each kind; default: all")
+    parser.add_argument("--decoders", action="append", choices=list(DECODERS), help="default: all")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -173,11 +179,11 @@ def main() -> None:
     from draftproof.models import bundled
 
     path = str(bundled.fetch(weights="int4") / "model.gguf")
-    found = compare(asked.llama_python, path, asked.tokens, asked.repeats, asked.weights)
+    found = compare(asked, path)
     asked.out.write_text(json.dumps(found, indent=2) + "\n")
     for kind, speeds in found["speeds"].items():
         for name, value in speeds.items():
-            print(f"{kind:8} {name:28} {value:7.1f} tokens/s  {found['ratios'][kind][name]:5.2f} x llama.cpp")
+            print(f"{kind:8} {name:28} {value:7.1f} tokens/s  {found['ratios'][kind][name]:5.2f} x the first")
     print(json.dumps(found["memory"]), json.dumps(found["system"]))
     return None
 

@@ -45,7 +45,7 @@ def entering_and_leaving() -> dict[str, Any]:
     from draftproof.models.loading import LoadOptions, as_model, load_model
     from draftproof.models.rows import PooledRows
 
-    hf, _ = load_model("smollm2", LoadOptions(None, None, True, True))
+    hf, _ = load_model("smollm2", LoadOptions(weights="float32"))
     rows = PooledRows(as_model(hf), 64 * 16 + 16)
     for name in range(64):
         rows.enter(name, 1024)
@@ -63,7 +63,7 @@ def entering_and_leaving() -> dict[str, Any]:
 
 def beside_a_long_prompt() -> dict[str, Any]:
     """Time the rounds of 15 rows with and without a prompt of 4000 tokens beside them, and its first token."""
-    engine = dp.load(drafter=None, max_batch=16, kv_memory=4 * 2**30)
+    engine = dp.load(drafter=None, max_batch=16, kv_memory=4 * 2**30, weights="float32")
     long = prompt(engine.tokenizer, 4000, 99)
 
     def first_token(seed: int) -> float:
@@ -124,7 +124,7 @@ def requests(tokenizer: Any, count: int) -> tuple[list[list[int]], list[int]]:
 def contender(count: int, drafter: str | None, batch: int) -> dict[str, Any]:
     """Run mixed requests with whichever draftproof is on the path; the API is that of both commits."""
     torch.set_num_threads(2)
-    more = {"kv_memory": 2**31} if hasattr(dp.Engine, "service") else {}
+    more = {"kv_memory": 2**31, "weights": "float32"} if hasattr(dp.Engine, "service") else {}
     params = getattr(dp, "SamplingParams", None) or dp.Sampling  # its name at the old commit
     engine = dp.load(drafter=drafter, max_batch=batch, **more)
     prompts, outs = requests(engine.tokenizer, count)
@@ -164,7 +164,7 @@ def under_load() -> dict[str, Any]:
     """Compare "auto" lengths with plain decoding for 1, 4, 16 and 64 rows, unseeded, in turns; medians of the ratio."""
     found: dict[str, Any] = {}
     for drafter in ("head", "ngram"):
-        engine = dp.load(drafter=drafter, max_batch=64, kv_memory=2**31)
+        engine = dp.load(drafter=drafter, max_batch=64, kv_memory=2**31, weights="float32")
         for rows in (1, 4, 16, 64):
             prompts = [prompt(engine.tokenizer, 40, 1000 * rows + i) for i in range(rows)]
             ratios = []
@@ -181,7 +181,7 @@ def under_load() -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """Serve 1000 requests and report how the process grows: a pool takes memory when it is first written to."""
-    engine = dp.load(drafter="ngram", max_batch=16, kv_memory=2**28)
+    engine = dp.load(drafter="ngram", max_batch=16, kv_memory=2**28, weights="float32")
     rng, sizes = random.Random(3), []
     for start in range(0, 1000, 50):
         prompts = [prompt(engine.tokenizer, rng.randint(5, 120), start + i) for i in range(50)]
@@ -193,7 +193,7 @@ def memory() -> dict[str, Any]:
 
 def second_turn() -> dict[str, Any]:
     """Time the first token of a chat's first and second turn, on a conversation of about 1000 tokens."""
-    engine = dp.load(drafter=None, max_batch=2, kv_memory=2**30)
+    engine = dp.load(drafter=None, max_batch=2, kv_memory=2**30, weights="float32")
     ratios, first_turns = [], []
     for seed in range(3):
         messages = [{"role": "user", "content": text(440, seed)}]

@@ -3,12 +3,14 @@
     python benchmarks/serve_cpu.py [--clients 1 8 16 64] [--turns 3] [--requests 2] [--max-tokens 64]
                                    [--only draftproof "draftproof plain"] [--out benchmarks/results/serve_cpu]
 
-The bundled model in float32, greedy chats, streamed. A client sends its next request when its last one has ended. All
-servers run during the whole benchmark, and take turns in rotating order; an idle one costs memory only. The requests
+The bundled model in float32 (and ours in four bits, its default), greedy chats, streamed. A client sends its next
+request when its last one has ended. All servers run during the whole benchmark, and take turns in rotating order; an
+idle one costs memory only. The requests
 of a turn are the same for all, and no two requests begin alike after the template's own words, so that no prefix cache
-answers. A server that is not installed or does not start is left out with a sentence. vLLM needs the environment of
-`make test-vllm`; our server and the load generator need `pip install "draftproof[serve]"`, and transformers' needs
-`pip install accelerate`. The load generator runs on the same cores as the servers.
+answers. A server that is not installed or does not start is left out with a sentence. Our server and the load generator
+need `pip install "draftproof[serve]"`. The others may live in environments of their own: `--vllm` is a Python with vLLM
+(default: that of `make test-vllm`), `--transformers` one with transformers, fastapi, uvicorn and accelerate. The load
+generator runs on the same cores as the servers.
 
 Figures: tokens per second of all clients together; time to first token; time between two pieces of text, of which one
 may hold several tokens; and time per token, from a text's first piece to its last. Ratios are medians over turns of
@@ -40,13 +42,17 @@ from draftproof.bench.prompts import read
 from draftproof.models import bundled
 
 HERE = Path(__file__).parent
-VLLM = HERE.parent / ".venv-vllm" / "bin" / "vllm"
+VLLM = HERE.parent / ".venv-vllm" / "bin" / "python"
 START_SECONDS = 300
 """A server that does not answer /health within this time is left out."""
 REQUEST_SECONDS = 1800
+FEWEST_REQUESTS = 4
+"""Requests of a turn with few clients: one alone would tell little."""
 USAGE = {"stream_options": {"include_usage": True}}
 """Asks for the number of tokens at the end of a stream; transformers sends it unasked, and refuses the field."""
 OURS = "draftproof"
+PLACES = ("out", "vllm", "transformers")
+"""Options that say where things are on this machine; they are not written down with the figures."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +64,27 @@ class Contender:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def contenders(folder: str, cores: int) -> dict[str, Contender]:
+def contenders(folder: str, asked: argparse.Namespace) -> dict[str, Contender]:
     """Return all contenders; {port} in a command is filled in later."""
     ours = (sys.executable, "-m", "draftproof.cli", "serve", "--port", "{port}", "--max-batch", "64")
-    theirs = (sys.executable, "-m", "transformers.cli.transformers", "serve", folder, "--port", "{port}")
+    theirs = (asked.transformers, "-m", "transformers.cli.transformers", "serve", folder, "--port", "{port}")
     theirs += ("--dtype", "float32", "--device", "cpu")
-    batching = ("--continuous-batching", "--cb-num-blocks", "2048", "--cb-max-batch-tokens", "512")
-    vllm = (str(VLLM), "serve", folder, "--port", "{port}", "--max-model-len", "2048", "--dtype")
+    batching = ("--continuous-batching", "--cb-num-blocks", "128", "--cb-max-batch-tokens", "512")  # of 256 tokens
+    vllm = (asked.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", "{port}")
+    vllm += ("--max-model-len", "2048", "--dtype")
     ngram = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1})
     cpu = {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(cores),
+        "OMP_NUM_THREADS": str(asked.cores),
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "",  # without ours
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     return {
-        OURS: Contender(ours, USAGE),
-        f"{OURS} plain": Contender((*ours, "--drafter", "none"), USAGE),
+        OURS: Contender((*ours, "--weights", "float32"), USAGE),
+        f"{OURS} plain": Contender((*ours, "--weights", "float32", "--drafter", "none"), USAGE),
+        f"{OURS} int4": Contender((*ours, "--weights", "int4"), USAGE),
         "transformers": Contender(theirs),
         "transformers, continuous batching": Contender((*theirs, *batching)),
         "vLLM": Contender((*vllm, "float32"), USAGE, cpu),
@@ -242,35 +251,38 @@ def model_of(name: str, url: str) -> str:
     return str(httpx.get(f"{url}/v1/models").json()["data"][0]["id"])
 
 
-def measure(urls: dict[str, str], entrants: dict[str, Contender], asked: argparse.Namespace) -> Cells:
+def measure(
+    urls: dict[str, str], entrants: dict[str, Contender], asked: argparse.Namespace, left_out: dict[str, str]
+) -> Iterator[Cells]:
+    """Yield the figures so far after each number of clients. A contender that fails at the warm-up is left out."""
     models = {name: model_of(name, url) for name, url in urls.items()}
     cells: Cells = {}
-    names = list(urls)
-    for name in names:  # the first request compiles, allocates and packs
-        _run(name, urls, models, entrants, prompts_of("warm-up", 2, asked.longest), 2, asked.max_tokens)
+    for name in urls:  # the first request compiles, allocates and packs
+        try:
+            _run(name, urls, models, entrants, prompts_of("warm-up", 2, asked.longest), 2, asked.max_tokens)
+        except (RuntimeError, httpx.HTTPError) as error:
+            left_out[name] = f"{type(error).__name__}: {error}"
+            print(f"left out: {name}: {left_out[name]}", flush=True)
+    names = [name for name in urls if name not in left_out]
     for clients in asked.clients:
         cells[clients] = {name: [] for name in names}
         for turn in range(asked.turns):
-            prompts = prompts_of(f"{clients}.{turn}", clients * asked.requests, asked.longest)
+            count = max(clients * asked.requests, FEWEST_REQUESTS)
+            prompts = prompts_of(f"{clients}.{turn}", count, asked.longest)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 cell = _run(name, urls, models, entrants, prompts, clients, asked.max_tokens)
                 cells[clients][name].append(cell)
                 print(
                     f"{clients:3d} clients, turn {turn}: {name:34s} {cell.tokens_per_second:8.1f} tokens/s", flush=True
                 )
-    return cells
+        yield cells
 
 
 def _run(
     name: str, urls: dict[str, str], models: dict[str, str], entrants: dict[str, Contender], prompts: list[str],
     clients: int, max_tokens: int,
 ) -> Cell:  # fmt: skip
-    try:
-        answers, seconds = asyncio.run(
-            load(urls[name], models[name], prompts, clients, max_tokens, entrants[name].fields)
-        )
-    except (RuntimeError, httpx.HTTPError) as error:
-        raise SystemExit(f"{name}, {clients} clients: {type(error).__name__}: {error}") from error
+    answers, seconds = asyncio.run(load(urls[name], models[name], prompts, clients, max_tokens, entrants[name].fields))
     return Cell.of(answers, seconds)
 
 
@@ -294,7 +306,7 @@ def median(turns: Sequence[Cell], figure: str) -> float:
 
 def as_json(cells: Cells, left_out: dict[str, str], asked: argparse.Namespace) -> dict[str, Any]:
     return {
-        "command": " ".join(["python", "benchmarks/serve_cpu.py", *sys.argv[1:]]),
+        "asked": {name: value for name, value in vars(asked).items() if name not in PLACES},
         "versions": {name: version(name) for name in ("draftproof", "torch", "transformers", "httpx")},
         "python": platform.python_version(),
         "cores": asked.cores,
@@ -357,13 +369,15 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=1200, help="characters of the longest prompt")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders to run; all by default")
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--vllm", default=str(VLLM), help="the Python of vLLM")
+    parser.add_argument("--transformers", default=sys.executable, help="the Python of transformers serve")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "serve_cpu", help="without suffix")
     return parser.parse_args()
 
 
 def main() -> None:
     asked = parsed()
-    entrants = contenders(str(bundled.fetch(progress=False)), asked.cores)
+    entrants = contenders(str(bundled.fetch(progress=False)), asked)
     unknown = set(asked.only or ()) - set(entrants)
     if unknown:
         raise SystemExit(
@@ -382,10 +396,10 @@ def main() -> None:
                 print(f"left out: {name}: {error}", flush=True)
         if not urls:
             raise SystemExit("no server could be started")
-        cells = measure(urls, entrants, asked)
-    asked.out.with_suffix(".json").write_text(json.dumps(as_json(cells, left_out, asked), indent=1) + "\n")
-    asked.out.with_suffix(".md").write_text(as_markdown(cells, left_out))
-    print(as_markdown(cells, left_out))
+        for cells in measure(urls, entrants, asked, left_out):
+            asked.out.with_suffix(".json").write_text(json.dumps(as_json(cells, left_out, asked), indent=1) + "\n")
+            asked.out.with_suffix(".md").write_text(as_markdown(cells, left_out))
+    print(asked.out.with_suffix(".md").read_text())
 
 
 if __name__ == "__main__":

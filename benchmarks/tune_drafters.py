@@ -61,7 +61,7 @@ class Text:
 def recorded(file: Path, prompts: Path | None, max_tokens: int) -> list[Text]:
     """Read the texts of the file; record them first if it does not exist."""
     if not file.exists():
-        engine = dp.load(drafter=None)
+        engine = dp.load(drafter=None, weights="float32")
         tokenizer = engine.tokenizer
         texts = []
         for prompt in read(prompts):

@@ -1,6 +1,6 @@
 """Measure vLLM on a CPU with the bundled model: plain, stock speculation and the plug-in, taking turns in one engine.
 
-    OMP_NUM_THREADS=1 python benchmarks/vllm_cpu.py [--limit 3] [--max-tokens 64] [--out FILE]
+    OMP_NUM_THREADS=1 python benchmarks/vllm_cpu.py [--limit 3] [--parts sampled greedy calls] [--out FILE]
 
 It needs the environment of `make test-vllm`. One engine serves all contenders, so that they differ in nothing else: for
 plain decoding the drafter proposes nothing, and for stock speculation the plug-in's settings are taken off the sampler.
@@ -45,6 +45,8 @@ ENVIRONMENT = {
 
 K = 4
 """Draft tokens of a round."""
+PARTS = ("sampled", "greedy", "calls")
+KINDS = ("copying", "code-editing", "chat")
 COPIED, BEGUN = 96, 16
 """Tokens of a text to copy, and of the copy that the prompt begins: a small model does not copy when told to."""
 
@@ -270,6 +272,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=3, help="prompts of each kind")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "vllm_cpu.json")
     options = parser.parse_args()
     if torch.get_num_threads() > 1:
@@ -281,17 +285,8 @@ def main() -> None:
     for contender in CONTENDERS.values():
         host.use(contender)
         host.run([kinds["chat"][0]], 8, temperature=0.8)  # first passes allocate
-    editing = kinds["code-editing"]
-    measured = {
-        "sampled": table(host, kinds, options.max_tokens, temperature=0.8),
-        "greedy": table(host, kinds, options.max_tokens, temperature=0.0),
-        "calls": {
-            "B = 1, greedy": calls(host, editing, 1, temperature=0.0),
-            "B = 1, temperature": calls(host, editing, 1, temperature=0.8),
-            "B = 8, temperature": calls(host, editing, 8, temperature=0.8),
-            "B = 8, top-k + top-p": calls(host, editing, 8, temperature=0.8, top_k=50, top_p=0.95),
-            "B = 8, greedy": calls(host, editing, 8, temperature=0.0),
-        },
+    chosen, editing = {kind: kinds[kind] for kind in options.kinds}, kinds["code-editing"]
+    measured: dict[str, Any] = {
         "machine": {
             "cpu": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),
@@ -300,8 +295,20 @@ def main() -> None:
             "load": os.getloadavg()[0],
         },
         "draft_tokens": K,
+        "prompts_of_each_kind": options.limit,
     }
-    print(json.dumps(measured["calls"], indent=2))
+    for part, temperature in (("sampled", 0.8), ("greedy", 0.0)):
+        if part in options.parts:
+            measured[part] = table(host, chosen, options.max_tokens, temperature=temperature)
+    if "calls" in options.parts:
+        measured["calls"] = {
+            "B = 1, greedy": calls(host, editing, 1, temperature=0.0),
+            "B = 1, temperature": calls(host, editing, 1, temperature=0.8),
+            "B = 8, temperature": calls(host, editing, 8, temperature=0.8),
+            "B = 8, top-k + top-p": calls(host, editing, 8, temperature=0.8, top_k=50, top_p=0.95),
+            "B = 8, greedy": calls(host, editing, 8, temperature=0.0),
+        }
+        print(json.dumps(measured["calls"], indent=2))
     options.out.write_text(json.dumps(measured, indent=2) + "\n")
 
 

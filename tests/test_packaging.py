@@ -1,5 +1,6 @@
 """The package installs into an empty environment, its command works there, and its wheel holds all that it needs."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,12 +14,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "draftproof"
 DATA = sorted(
-    f.relative_to(SOURCE.parent) for f in SOURCE.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")
+    f.relative_to(SOURCE.parent)
+    for f in SOURCE.rglob("*")
+    if f.is_file() and f.suffix != ".py" and f.parent.name != "__pycache__"
 )
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(c) for c in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -10,6 +10,7 @@ from draftproof.models.hf import HFModel
 from draftproof.models.toy import Toy
 from engine.plain_distribution import next_distributions
 from engine.tiny import PROMPT, V, llama
+from models.int4_models import int4_llama, needs_int4
 
 SAMPLINGS = [
     SamplingParams(),
@@ -88,3 +89,14 @@ def test_a_cutoff_within_rounding_is_not_clear_and_lets_the_next_token_by(scores
     _, clear = supported(scores.double(), sampling, 1e-4)
     assert clear.tolist() == [False]
     assert bool(reachable(scores.double(), torch.tensor([3]), sampling, 1e-4))
+
+
+@needs_int4
+def test_on_four_bits_a_bet_is_charged_the_error_of_its_payoff():
+    """Cutoffs keep the tolerance of a single probability; a tolerance that is given counts for both."""
+    warm, cold = SamplingParams(), SamplingParams(temperature=0.5)
+    four, own = ReferenceModel(int4_llama(V)), ReferenceModel(llama())
+    assert (four.tolerance(warm), four.payoff_error(warm), four.payoff_error(cold)) == (0.1, 0.02, 0.04)
+    assert own.payoff_error(warm) == own.tolerance(warm) == 1e-4
+    given = ReferenceModel(int4_llama(V), tolerance=0.05)
+    assert given.payoff_error(warm) == given.tolerance(warm) == 0.05

@@ -14,6 +14,7 @@ from draftproof.auditor import drafter as auditor_drafter
 from draftproof.auditor.decoders import maker
 from draftproof.cli import audit as audit_command
 from draftproof.engine import load as load_module
+from draftproof.models import bundled
 from draftproof.models.head import attach
 from draftproof.models.head import file as headfile
 from draftproof.models.head.network import Head
@@ -43,13 +44,13 @@ def test_an_exact_engine_exits_with_0_and_its_certificate_is_saved(run, model, p
     assert page.read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("name", ["head", "suffix+head"])
+@pytest.mark.parametrize("name", ["", "suffix+head:"], ids=["a folder alone", "suffix+head"])
 def test_bets_on_a_heads_own_distribution_decide(run, model, prompts, tmp_path, name):
     target = AutoModelForCausalLM.from_pretrained(model)
     meta = headfile.meta_for(target, tuple(range(40, 140)), target="tiny", training={}, licence="")
     headfile.save(tmp_path, Head(shape_for(target)), meta)
     how = ("--target", model, "--prompts", prompts, *QUICK, "--save", str(tmp_path / "audit.json"))
-    said = run("audit", "--drafter", f"{name}:{tmp_path}", *how)
+    said = run("audit", "--drafter", f"{name}{tmp_path}", *how)
     assert said.status == 0, said.out + said.err
     certificate = dp.Certificate.load(tmp_path / "audit.json")
     assert certificate.tested["drafter model"] == "a head of 100 tokens"
@@ -100,7 +101,7 @@ def test_the_default_drafter_of_other_engines_is_what_they_draft_with(run, model
         ({"method": "custom_class", "model": "draftproof.integrations.vllm.Suffix"}, "suffix"),
         ({"method": "custom_class", "model": "another.Drafter"}, None),
         ({"method": "draft_model", "model": "folder"}, "folder"),
-        ({"method": "eagle3", "model": "folder"}, None),
+        ({"method": "eagle3", "model": "folder"}, "eagle3:folder"),
     ],
 )
 def test_the_drafter_of_vllm_is_read_off_its_speculative_config(run, monkeypatch, speculation, drafter):
@@ -215,6 +216,22 @@ def test_a_wrong_program_exits_with_1_and_json_says_why(run, model, prompts, tmp
     found = json.loads(said.out)
     assert found["verdict"] == "biased"
     assert found["found_by"] is not None
+
+
+def test_a_decoder_that_fails_is_not_called_biased(run, monkeypatch):
+    def fail(choice, settings):
+        raise RuntimeError("CPU Generator does not use offset")
+
+    monkeypatch.setattr(audit_command, "run_audit", fail)
+    said = run("audit", "--engine", "vllm")
+    assert said.status == 4
+    assert said.err == "Error: the audit failed without a verdict: CPU Generator does not use offset\n"
+
+
+def test_vllm_gets_the_folder_of_the_bundled_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(bundled, "fetch", lambda: tmp_path)
+    assert audit_command._model_folder("smollm2") == str(tmp_path)
+    assert audit_command._model_folder("another/model") == "another/model"
 
 
 def test_transformers_own_prompt_lookup_can_be_audited(run, model, prompts):

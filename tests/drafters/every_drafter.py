@@ -17,7 +17,7 @@ from draftproof.drafters.slem import SLEM
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
 from draftproof.drafters.tli import TLI
-from draftproof.models.head.attach import attach_dflash
+from draftproof.models.head.attach_published import attach_dflash
 from draftproof.models.head.dflash import DFlash, DFlashShape, FittedDFlash
 from draftproof.models.head.dflash_file import DFlashDraft
 from draftproof.models.head.layer import LayerShape

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof import kernels
 from draftproof.core import rng
-from draftproof.core.device import AsyncCopy
+from draftproof.core.device import AsyncCopy, Mark
 from draftproof.core.distribution import DraftVocab
 from draftproof.kernels import attention
 from draftproof.kernels import draw_rows as drawing
@@ -97,6 +97,8 @@ class FakeCuda(TorchDispatchMode):
         )
         monkeypatch.setattr(AsyncCopy, "__init__", lambda copy, tensor: self._start_copy(copy, tensor))
         monkeypatch.setattr(AsyncCopy, "read", lambda copy: copy.numbers)
+        monkeypatch.setattr(Mark, "__init__", lambda mark, device: None)
+        monkeypatch.setattr(Mark, "seconds_until", lambda mark, later: 1e-3)
         monkeypatch.setattr(DraftVocab, "of", _vocab)  # runs once, when a drafter is built: it may synchronise
         for read in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
             monkeypatch.setattr(torch.Tensor, read, self._read(read, getattr(torch.Tensor, read)))

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.core import device as core_device
+from draftproof.core.device import AsyncCopy
 from draftproof.kernels import attention
 from draftproof.kernels.attention_reference import decode_attention_reference
 from draftproof.models import compatibility, hf
@@ -19,17 +20,29 @@ from draftproof.models.fused import Fusion
 
 
 class MemoryTrace(TorchDispatchMode):
-    """Records in `outside` the addresses of memory that operations use and that existed before."""
+    """Records in `outside` the addresses of memory that operations use and that existed before.
+
+    `undo` gives that memory the values it had.
+    """
 
     def __init__(self):
         super().__init__()
-        self.outside, self._inside = set(), set()
+        self.outside, self._inside, self._before = set(), set(), {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and not _addresses(value) & (self._inside | self._before.keys()):
+                whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+                self._before |= {address: (whole, whole.clone()) for address in _addresses(value)}
         made = func(*args, **(kwargs or {}))
         self.outside |= _addresses((args, kwargs)) - self._inside
         self._inside |= _addresses(made) - self.outside
         return made
+
+    def undo(self):
+        for memory, before in self._before.values():
+            memory.copy_(before)
 
 
 def _addresses(tree):
@@ -47,6 +60,7 @@ class FakeGraph(torch.cuda.CUDAGraph):
         self._run = run
         with MemoryTrace() as trace:
             self.outputs = tuple(output.clone() for output in run())
+        trace.undo()  # a capture runs nothing
         self._memory = trace.outside
 
     def replay(self):
@@ -83,8 +97,13 @@ class FakeGraphs:
         monkeypatch.setattr(graphs, "capture", self._capture)
         monkeypatch.setattr(graphs, "sync_warnings", nullcontext)
         monkeypatch.setattr(graphs, "capturable", lambda tokens: tokens.shape[1] <= graphs.WIDEST)
+        copy = AsyncCopy.__init__
+        monkeypatch.setattr(AsyncCopy, "__init__", lambda self, tensor: copy(self, tensor.clone()))
         monkeypatch.setattr(core_device, "HOST", "none")
         monkeypatch.setattr(compatibility, "runs_kernels", lambda device: pooled)
+        # Found once for each model, which may have been made before.
+        refusal = property(lambda model: compatibility.packing_refusal(model._net))
+        monkeypatch.setattr(hf.HFModel, "packing_refusal", refusal)
         monkeypatch.setattr(attention, "decode_attention", reference_attention)
         monkeypatch.setattr(hf, "fuse", lambda model: Fusion())  # interpreted kernels are slow; see test_fused.py
 

@@ -202,12 +202,31 @@ def requests(kind: str) -> st.SearchStrategy[Wanted]:
     )
 
 
-def operations(kind: str) -> st.SearchStrategy[list[tuple[str, Any]]]:
-    """Return a strategy for schedules: requests, cancellations and steps."""
+def growing_requests() -> st.SearchStrategy[Wanted]:
+    """Return a strategy for seeded requests that enter with two pages at most and end with three.
+
+    Two of them outgrow a pool of five pages, four of them one of eight: the younger ones are preempted.
+    """
+    return st.builds(
+        Wanted,
+        base=st.integers(0, 1),
+        shared=st.sampled_from([50, 60, 66]),
+        tail=st.lists(st.integers(0, V - 1), min_size=1, max_size=3).map(tuple),
+        max_tokens=st.just(90),
+        sampling=st.integers(0, len(SAMPLINGS) - 1),
+        seed=st.integers(0, 50),
+    )
+
+
+def operations(kind: str, *, crowds: bool = False) -> st.SearchStrategy[list[tuple[str, Any]]]:
+    """Return a strategy for schedules: requests, cancellations and steps; with `crowds` also requests that grow."""
     submit = st.tuples(st.just("submit"), requests(kind))
     cancel = st.tuples(st.just("cancel"), st.integers(0, 20))
     steps = st.tuples(st.just("step"), st.integers(1, 12))
-    return st.lists(st.one_of(submit, submit, steps, cancel), min_size=6, max_size=16)
+    kinds = [submit, submit, steps, cancel]
+    if crowds:
+        kinds.append(st.tuples(st.just("crowd"), st.lists(growing_requests(), min_size=4, max_size=4)))
+    return st.lists(st.one_of(kinds), min_size=6, max_size=16)
 
 
 # --------------------------------------------------------------------------------------------------------- schedules
@@ -255,6 +274,9 @@ class Schedule:
         for operation, argument in operations:
             if operation == "submit":
                 self.submit(argument)
+            elif operation == "crowd":
+                for wanted in argument:
+                    self.submit(wanted)
             elif operation == "cancel":
                 self.cancel(argument)
             else:

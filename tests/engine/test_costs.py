@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from draftproof.engine.draft_length import Costs
+from draftproof.engine.draft_length import BLOCK, Costs, DecayingRate, DraftRecord, best_lengths
 
 TRUE = {1: 40e-3, 3: 41e-3, 5: 42e-3, 9: 48e-3}
 
@@ -38,6 +38,24 @@ def test_drafting_is_measured_even_if_no_pass_was_over_one_position():
     for _ in range(20):
         costs.update({"score": 1.2, "draft": 4 * 0.5}, 5, 4)
     assert costs.of_draft() == pytest.approx(0.5 * costs.of_pass(5) / 1.2)
+
+
+def test_what_a_drafter_reads_after_a_pause_is_not_the_cost_of_its_tokens():
+    """At first it reads the prompt, later what was emitted without it. That cost would keep it from drafting again."""
+    costs = Costs()
+    for drafted in (2, 2, 0, 2, 2, 0, 2):
+        missed = 0.0 if costs.drafting else 0.8
+        costs.update({"score": 1.0, "draft": missed + 0.1 * drafted}, 1 + drafted, drafted)
+    assert costs.of_draft() == pytest.approx(0.1)
+
+
+def test_beginning_a_draft_costs_as_much_as_tokens_of_it():
+    costs = Costs(draft_start=1.0)
+    for _ in range(20):
+        costs.update({"score": 1.0}, 1, 0)
+        costs.update({"score": 1.0, "draft": 0.4}, 2, 1)
+        costs.update({"score": 1.0, "draft": 0.4}, 2, 1)
+    assert [costs.of_drafting(n) for n in (0, 1, 2)] == pytest.approx([0.0, 0.4, 0.6])
 
 
 def test_measured_costs_are_found_and_lie_on_a_line_between():
@@ -77,3 +95,10 @@ def test_a_clock_too_coarse_to_measure_a_stage_is_no_error():
     for width in (1, 3, 1, 3):
         costs.update({"score": 0.0, "draft": 0.0}, width, width - 1)
     assert costs.of_round(4) > 0
+
+
+def test_a_kernel_of_blocks_makes_the_next_block_dear():
+    costs = Costs(pass_growth=0.1, block_cost=0.5)
+    assert [costs.of_pass(n) for n in (1, 4, 5, 8, 9)] == pytest.approx([1, 1.3, 1.9, 2.2, 2.8])
+    record = DraftRecord(DecayingRate(8.5, 10.0), DecayingRate(8.5, 10.0), DecayingRate(10.0, 10.0))
+    assert max(best_lengths([record], costs)) == BLOCK - 1 < max(best_lengths([record], Costs(pass_growth=0.1)))

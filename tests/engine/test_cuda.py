@@ -13,11 +13,16 @@ from draftproof.drafters.ngram import NGram
 from draftproof.drafters.suffix import Suffix
 from draftproof.drafters.switch import Switch
 from draftproof.engine import scheduler as batches
+from draftproof.engine.device_round import DeviceRounds
 from draftproof.models.cuda_graphs import CapturedGraphs, GraphCache
 from draftproof.models.head.network import FittedHead
 from draftproof.models.hf import HFModel
-from engine.tiny import PROMPT, llama, neighbour
+from draftproof.rules.device_verify import DeviceVerification
+from engine.many_texts import sample_texts
+from engine.plain_distribution import counts, joint_distribution
+from engine.tiny import PROMPT, V, llama, neighbour
 from engine.tiny_heads import IDS, trained
+from g_test import g_test
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,21 +70,21 @@ def no_syncs(mode="error"):
 @pytest.fixture
 def waits(monkeypatch):
     """Count for each round the copies to the CPU that it had to wait for. Any other sync in a round is an error."""
-    advance, read, found, late = batches.advance, AsyncCopy.read, [], []
+    step, read, found, late = batches.Scheduler.step, AsyncCopy.read, [], []
 
     def timed_read(copy):
         late.append(not copy._arrived.query())
         return read(copy)
 
-    def counted(*args):
+    def counted(scheduler):
         late.clear()
         with no_syncs():
-            rows = advance(*args)
+            rows = step(scheduler)
         found.append(sum(late))
         return rows
 
     monkeypatch.setattr(AsyncCopy, "read", timed_read)
-    monkeypatch.setattr(batches, "advance", counted)
+    monkeypatch.setattr(batches.Scheduler, "step", counted)
     return found
 
 
@@ -243,3 +248,57 @@ def test_memory_is_freed_with_its_engine():
     for _ in range(3):
         texts(model, "suffix", "block", tokens=40)
     assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+LAW = [S(), S(temperature=0.6), S(temperature=1.3, top_k=6, top_p=0.95, min_p=0.02)]
+TEXTS, ALPHA = 9_000, 1e-6
+"""Texts of three tokens, a third with each sampling: total variations of 0.14, spread evenly, are found with power 0.9.
+The same rounds are examined with more texts without a GPU (test_device_round.py)."""
+
+
+def sampled(rule, drafter="model"):
+    """Sample texts whose first three tokens come from rounds that stay on the device."""
+    engine = dp.load(
+        llama.__wrapped__().cuda(), drafter_of(drafter, None), rule=rule, num_draft_tokens=3, max_batch=256
+    )
+    return [sample_texts(engine, PROMPT, [sampling], TEXTS // len(LAW), length=3, budget=9) for sampling in LAW]
+
+
+def p_values(found):
+    laws = [joint_distribution(llama(), PROMPT, sampling, 3) for sampling in LAW]
+    return [g_test(counts(each.texts, V), law) for each, law in zip(found, laws, strict=True)]
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_rounds_that_stay_on_the_device_give_the_target_s_distribution(rule, monkeypatch):
+    launched, launch = [], DeviceRounds.launch
+    monkeypatch.setattr(DeviceRounds, "launch", lambda *args: launched.append(launch(*args)) or launched[-1])
+    monkeypatch.setattr(batches, "advance", None)  # the host follows no round
+    found = sampled(rule)
+    assert all(each.drafting_mattered for each in found)
+    assert len(launched) > 100
+    assert min(p_values(found)) > ALPHA
+
+
+@pytest.mark.statistical
+def test_a_draft_verified_with_another_temperature_is_found(monkeypatch):
+    """Control: verified as if it was drawn at half the temperature."""
+    load = DeviceVerification.load
+    monkeypatch.setattr(
+        DeviceVerification,
+        "load",
+        lambda self, samplings, drawn, seeds: load(self, samplings, [t / 2 for t in drawn], seeds),
+    )
+    assert min(p_values(sampled("token"))) < ALPHA
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("name", ["none", "model", "smaller vocabulary", "early exit"])
+def test_rounds_that_stay_on_the_device_give_the_texts_of_those_that_the_host_follows(name, rule):
+    samplings = [*MIXED, *FILTERED]
+    made = [
+        texts(llama.__wrapped__().cuda(), drafter_of(name, None), rule, samplings, 40, graphs=graphs)
+        for graphs in (True, False)
+    ]
+    assert made[0] == made[1]

@@ -40,17 +40,18 @@ WARM = [S(temperature=0.8, seed=3), S(temperature=0.0, seed=4), S(temperature=0.
 def rounds(monkeypatch, drafter, rule, samplings, tokens=4, k=2, **asked):
     """Return (reads of values, waits for a copy) of every round, and the texts."""
     counter, found = SyncCounter(), []
-    advance = batches.advance
+    step = batches.Scheduler.step
     counter.install(monkeypatch)
 
-    def counted(*args):
+    def counted(scheduler):
         reads, waits = len(counter.reads), counter.waits
         with counter:
-            rows = advance(*args)
-        found.append((counter.reads[reads:], counter.waits - waits))
+            rows = step(scheduler)
+        if rows:  # not while prompts are read, or before the first results of rounds that stay on the device
+            found.append((counter.reads[reads:], counter.waits - waits))
         return rows
 
-    monkeypatch.setattr(batches, "advance", counted)
+    monkeypatch.setattr(batches.Scheduler, "step", counted)
     engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=k)
     outputs = engine.generate([list(PROMPT)] * len(samplings), samplings, max_tokens=tokens, **asked)
     monkeypatch.undo()

@@ -16,7 +16,7 @@ import draftproof as dp
 from budget import budgeted
 from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.dflash import DFlashDrafter
-from draftproof.models.head.attach import fitted_dflash
+from draftproof.models.head.attach_published import fitted_dflash
 from engine.many_texts import sample_texts
 from engine.perfect_drafters import DOWN, TAPS, UP, WrongAtEveryDepth, acceptance, continued, dflash_folder, target
 from engine.plain_distribution import counts, joint_distribution

@@ -102,7 +102,7 @@ def test_without_a_seed_the_measured_costs_decide(monkeypatch):
     drafted = []
     for draft in (1e-4, 3.0):
         auto = AutoLength()
-        for width in (1, 3, 1, 5):
+        for width in (1, 3, 5, 1):
             auto.record_time({"draft": draft * (width - 1), "score": 1.0}, [width - 1])
         drafted.append(best_length(record_of(0.7, 0.7), auto.measured))
     assert drafted[0] > drafted[1] == 0
@@ -197,8 +197,25 @@ def test_a_row_that_is_sure_gets_the_tokens_that_others_would_waste():
     assert lengths[0] > lengths[1]
 
 
+def test_costs_of_one_row_are_not_those_of_eight():
+    """Drafts of one row cost little; those of eight widen a pass as much, and cost what was measured for eight."""
+    auto = AutoLength()
+    sessions = [Session.start(Request((1,), SamplingParams(), 90)) for _ in range(8)]
+
+    def drafts():
+        auto.records = {session.id: record_of(0.6, 0.6) for session in sessions}
+        return sum(auto.lengths(sessions))
+
+    for width in (1, 3, 9, 17, 9, 17, 1, 3):
+        auto.record_time({"score": 1.0 + 0.01 * width, "draft": 0.01 * (width - 1)}, [width - 1])
+    assert drafts() > 0
+    for drafted in (0, 1, 2, 0, 1, 2, 0):
+        auto.record_time({"score": 1.0 + 2.0 * drafted, "draft": 0.1 * drafted}, [drafted] * 8)
+    assert drafts() <= PROBE_LENGTH
+
+
 def test_probes_of_many_rows_cost_no_more_than_those_of_one():
-    auto = AutoLength(measured=loaded({1: 1.0, 64: 8.0, 66: 8.25, 128: 16.0}))
+    auto = AutoLength(measured_together={7: loaded({1: 1.0, 64: 8.0, 66: 8.25, 128: 16.0})})
     sessions = [Session.start(Request((1,), SamplingParams(seed=i), 90)) for i in range(64)]
     auto.records = {session.id: record_of(0.05, 0.0) for session in sessions}
     asked = []
@@ -207,6 +224,6 @@ def test_probes_of_many_rows_cost_no_more_than_those_of_one():
         for session, length in zip(sessions, lengths, strict=True):
             auto.record_draft(session, length, 0)
         asked.append(sum(lengths))
-    extra = auto.measured.of_pass(66) / auto.measured.of_pass(64) - 1
+    extra = auto.costs(64).of_pass(66) / auto.costs(64).of_pass(64) - 1
     assert sum(asked) / PROBE_LENGTH * extra <= 1.5 * PROBE_BUDGET * 200
     assert sum(asked) > 0

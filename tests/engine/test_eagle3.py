@@ -14,7 +14,7 @@ from budget import budgeted
 from draftproof.core.sampling import SamplingParams, warp
 from draftproof.drafters.head import HeadDrafter
 from draftproof.models.head import file as headfile
-from draftproof.models.head.attach import fitted_eagle3
+from draftproof.models.head.attach_published import fitted_eagle3
 from draftproof.models.head.export import export
 from engine.many_texts import sample_texts
 from engine.perfect_drafters import DOWN, TAPS, UP, WrongAtEveryDepth, acceptance, continued, eagle3_folder, target

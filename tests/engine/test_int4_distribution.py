@@ -9,6 +9,7 @@ import pytest
 import draftproof as dp
 from draftproof.auditor.api import audit
 from draftproof.core.sampling import SamplingParams
+from draftproof.models.tokenizer import encode
 from engine.many_texts import sample_texts
 from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import PROMPT, V
@@ -47,6 +48,25 @@ def test_an_audit_finds_no_bias():
         engine("block"), int4_llama(V), [list(PROMPT)], sampling=SamplingParams(), bias=0.3, length=8, batch=50
     )
     assert found.verdict == "no bias found"
+
+
+def audit_of_bundled(**options):
+    """Audit the bundled model and its head; a mixture of 0.3 with the head's distribution would be found."""
+    four = dp.load(weights="int4", num_draft_tokens=3, max_batch=4, **options)
+    prompts = [encode(text, four.tokenizer) for text in ("Why is the sky blue?", "Write a haiku.", "1, 2, 3,")]
+    sampling, asked = SamplingParams(), {"bias": 0.3, "length": 48, "batch": 4, "alpha": ALPHA, "max_tokens": 4000}
+    return audit(four, four.hf, prompts, sampling=sampling, drafter="head", **asked)
+
+
+@pytest.mark.slow
+def test_an_audit_of_the_bundled_model_finds_no_bias():
+    assert audit_of_bundled().verdict == "no bias found"
+
+
+@pytest.mark.slow
+def test_an_audit_of_the_bundled_model_finds_a_skipped_residual():
+    found = audit_of_bundled(rule=dp.lossy.unadjusted)
+    assert found.verdict == "biased"
 
 
 def test_seeded_texts_are_the_same_alone_and_among_others():

@@ -68,7 +68,7 @@ CASES = {
     ("make", "share", "rule", "sampling"),
     budgeted(
         list(CASES.values()),
-        ["TLI at 0.2", "TLI at 0.7, cut", "TLI at 0.7, tree", "TLI at 0.7, ending after weak tokens", "SLEM at 0.7"],
+        ["TLI at 0.2", "TLI at 0.7, tree", "TLI at 0.7, ending after weak tokens", "SLEM at 0.7"],
         list(CASES),
     ),
 )

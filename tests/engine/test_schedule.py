@@ -7,11 +7,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from draftproof.engine import prefix_cache, scheduler
 from draftproof.engine.draft_length import AutoLength
+from draftproof.models import rows
 from draftproof.models.pool import KVPool
 from draftproof.models.rows import PooledRows
 from engine.many_texts import unchecked
@@ -20,6 +21,18 @@ from engine.schedules import DRAFTERS, SAMPLINGS, Schedule, Wanted, open_engine,
 PAGES = 6
 """Pages of the pool: the longest request takes five."""
 
+_LONG = Wanted(base=0, shared=131, tail=(1,), max_tokens=12, sampling=0, seed=1)
+ALL_AT_ONCE = [
+    ("submit", _LONG),
+    ("step", 12),
+    ("submit", replace(_LONG, seed=2)),
+    ("submit", replace(_LONG, shared=5, max_tokens=90)),
+    ("submit", replace(_LONG, shared=66, seed=None, fault="grammar")),
+    ("step", 3),
+    ("cancel", 2),
+]
+"""A prefix that is reused, a request that is cancelled, and one that fails: what eight random schedules may miss."""
+
 
 @pytest.fixture(autouse=True)
 def rows_that_grow(monkeypatch):
@@ -27,11 +40,18 @@ def rows_that_grow(monkeypatch):
     monkeypatch.setattr(scheduler, "RESERVED", 8)
 
 
-def run_schedules(kind, examples, seen, pages=PAGES):
+@pytest.fixture(autouse=True)
+def chunks_of_all_sizes(monkeypatch):
+    """Read short prompts in chunks that become smaller, as long ones are."""
+    monkeypatch.setattr(rows, "CHUNKS", ((128, 16), (64, 32), (0, 64)))
+
+
+def run_schedules(kind, examples, seen, pages=PAGES, *, crowds=False):
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
     @settings(max_examples=examples, database=None, suppress_health_check=quiet)
-    @given(schedule=operations(kind))
+    @given(schedule=operations(kind, crowds=crowds))
+    @example(schedule=ALL_AT_ONCE)
     def every(schedule):
         with unchecked():
             run = Schedule(open_engine(kind, pages=pages), seen).run(schedule)
@@ -56,7 +76,7 @@ def test_every_seeded_text_is_the_same_as_alone(kind):
 @pytest.mark.parametrize("pages", [5, 8, 16])
 def test_many_schedules(kind, pages):
     seen = Counter()
-    run_schedules(kind, 100, seen, pages)
+    run_schedules(kind, 100, seen, pages, crowds=True)
     assert seen["compared with a reused prefix"] > 0
     assert seen["compared after preemption"] > 0 or pages > 8
 
@@ -154,10 +174,10 @@ def frees_pages_of_a_row_that_stays(monkeypatch):
 def forgets_drafts_of_preempted_rows(monkeypatch):
     real = AutoLength.lengths
 
-    def lengths(self, sessions):
+    def lengths(self, sessions, rows=None):
         present = {session.id for session in sessions}
         self.records = {name: record for name, record in self.records.items() if name in present}
-        return real(self, sessions)
+        return real(self, sessions, rows)
 
     monkeypatch.setattr(AutoLength, "lengths", lengths)
 

@@ -1,14 +1,17 @@
 """The service: threads and coroutines share one engine, every stream is its own, and nobody waits for ever."""
 
 import asyncio
+import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
 
 from draftproof.core.sampling import SamplingParams
 from draftproof.engine.request import Session
-from draftproof.engine.service import QueueFullError, Service, ServiceClosedError
+from draftproof.engine.service import QueueFullError, Service, ServiceClosedError, end_openmp_threads
 from engine.many_texts import unchecked
 from engine.schedules import BASES, RaisingDrafter, failing_grammar, open_engine
 from engine.tiny import PROMPT
@@ -456,3 +459,56 @@ def test_two_threads_in_generate_share_rounds():
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(one, range(2), timeout=WAIT)) == [alone("none", i) for i in range(2)]
+
+
+# ----------------------------------------------------------------------------------------------------------- threads
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "GOMP_parallel") or hasattr(ctypes.CDLL(None), "kmp_set_blocktime"),
+    reason="threads are not GNU's",
+)
+def test_the_thread_that_loaded_a_model_keeps_no_openmp_threads():
+    """With two teams on as many cores as one of them has, all their threads would sleep between two loops."""
+    before = torch.get_num_threads()
+
+    def compute_and_end():
+        def threads():
+            return len(list(Path("/proc/self/task").iterdir()))
+
+        torch.set_num_threads(3)
+        first = threads()
+        torch.ones(10**6).exp_()
+        team = threads()
+        end_openmp_threads()
+        return team - first, threads() - first
+
+    try:
+        assert in_thread(compute_and_end) == (2, 0)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_prompts_that_come_together_are_read_together_beside_a_stream():
+    """One chunk of a lone prompt beside a stream, a chunk for each of several, and eight at most."""
+    engine = open_engine("none", pages=200, max_batch=16)
+    scheduler = engine._loop.scheduler
+    scheduler.reuse_prefixes = False  # prompts that begin alike would wait for each other
+    streamed = engine.prepare(PROMPTS[0], S(seed=0), max_tokens=40)
+    streamed.listener = lambda chunk: None
+    engine._loop.submit([streamed])
+    while not scheduler.running:
+        engine._loop.step()
+
+    def read_in_a_round(prompts):
+        sessions = [engine.prepare(prompt, S(seed=1), max_tokens=1) for prompt in prompts]
+        engine._loop.submit(sessions)
+        engine._loop.step()
+        read = sum(session.read for session in sessions)
+        while any(session.finish_reason is None for session in sessions):
+            engine._loop.step()
+        return read
+
+    assert read_in_a_round([BASES[0][:200]]) == 64
+    assert read_in_a_round([BASES[0][i : i + 65] for i in range(3)]) == 3 * 64
+    assert read_in_a_round([BASES[1][i : i + 65] for i in range(10)]) == 8 * 64

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from auditor.vllm_models import PROMPTS, pair, saved
+from auditor.vllm_models import HEAD_LAYERS, PROMPTS, pair, saved, saved_head
 from draftproof.auditor.api import audit
 from draftproof.auditor.certificate import Certificate
 from draftproof.auditor.decoders import maker
@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "drawn": ({"method": "draft_model", "draft_sample_method": "probabilistic"}, {}),
     "argmax": ({"method": "draft_model"}, {}),
+    "eagle": ({"method": "eagle3", "draft_sample_method": "probabilistic"}, {}),
 }
 """Speculative configs and further options of `LLM`."""
 
@@ -41,6 +42,7 @@ class Host:
 
     kind: str
     decoder: Any
+    target: Any
     drafter: Any
 
     @property
@@ -76,7 +78,7 @@ class Host:
         """Audit this engine, or a decoder on it, and print the result: `pytest -rP` shows it."""
         options = {"sampling": sampling, "drafter": self.drafter, "max_tokens": max_tokens, "batch": 64, **more}
         with unchecked():
-            found = audit(decoder or self.decoder, pair()[0], PROMPTS, **options)
+            found = audit(decoder or self.decoder, self.target, PROMPTS, **options)
         used = {name: getattr(sampling, name) for name in in_use(sampling)} or "temperature 1"
         rule = getattr(self.runner.rejection_sampler.draftproof, "rule", "stock")
         print(
@@ -95,13 +97,18 @@ class Host:
 def start(kind: str, folder: Path, **more: Any) -> Host:
     """Start an engine of this kind; it verifies by the block rule. `more` are further options of `LLM`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    target, drafter = saved(folder)
     speculation, options = KINDS[kind]
+    layers = HEAD_LAYERS if kind == "eagle" else 2
+    folders, (target, model) = saved(folder, layers), pair(layers)
+    drafter: Any = kind if kind in ("ngram", "suffix") else model
     if speculation["method"] == "draft_model":
-        speculation = {**speculation, "model": str(drafter)}
+        speculation = {**speculation, "model": str(folders[1])}
+    elif speculation["method"] == "eagle3":
+        speculation = {**speculation, "model": str(saved_head(folder))}
+        drafter = f"eagle3:{speculation['model']}"
     decoder = maker("vllm")(
-        str(target),
+        str(folders[0]),
         speculative_config={**speculation, "num_speculative_tokens": 3},
         **{**OPTIONS, **options, **more},
     )
-    return Host(kind, decoder, kind if kind in ("ngram", "suffix") else pair()[1])
+    return Host(kind, decoder, target, drafter)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from budget import budgeted
 from draftproof.core import device as core_device
 from draftproof.models.device_pass import DevicePool
-from draftproof.models.fused import Fusion
+from draftproof.models.fused import Fusion, lay_side_by_side
 from draftproof.models.hf import HFModel
 from draftproof.models.pool import KVPool
 
@@ -38,6 +38,8 @@ FAMILIES = {
     "gpt_neox": Fusion(),
 }
 """What is replaced: OLMo 2 normalises all heads at once, which keeps its attention as it is."""
+
+MERGED_WEIGHTS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "gate", "up"))
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +100,21 @@ def test_the_model_passed_in_is_unchanged(device, tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(weight.to(device), before[name]) for name, weight in again.state_dict().items())
+
+
+def test_weights_side_by_side_are_merged_without_a_copy(device):
+    model = tiny("qwen2", device)  # with biases, which are copied
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    copied = HFModel(model, graphs=False, probed=True).fusion.bytes
+    merged = [weight for name, weight in before.items() if name.endswith(MERGED_WEIGHTS)]
+    assert copied == sum(weight.nbytes for weight in merged)
+    lay_side_by_side(model)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    served, logits = passes(model, True, device)
+    assert replace(served.fusion, bytes=0) == FAMILIES["qwen2"]
+    assert served.fusion.bytes == 0
+    _, apart = passes(model, False, device)
+    assert (logits - apart).abs().max() < 1e-4 * apart.abs().max()
 
 
 def test_a_module_that_computes_something_else_is_kept(device):

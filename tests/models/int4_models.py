@@ -6,10 +6,13 @@ import pytest
 import torch
 import transformers as tf
 
+from draftproof.models.compiled_pass import compiled_refusal
 from draftproof.models.cpu_support import int4_refusal
 from draftproof.models.quantised import quantise
 
 needs_int4 = pytest.mark.skipif(int4_refusal() is not None, reason=str(int4_refusal()))
+
+needs_compiled = pytest.mark.skipif(compiled_refusal() is not None, reason=str(compiled_refusal()))
 
 SIZES = {
     "hidden_size": 64,

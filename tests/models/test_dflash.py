@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftproof.models.head import dflash_file
-from draftproof.models.head.attach import attach_dflash, fitted_dflash
+from draftproof.models.head.attach_published import attach_dflash, fitted_dflash
 from draftproof.models.head.checkpoint import Checkpoint
 from draftproof.models.head.dflash import FittedDFlash
 from draftproof.models.head.published import kind_of

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftproof.models.head import eagle3_file
-from draftproof.models.head.attach import attach_eagle3, fitted_eagle3
+from draftproof.models.head.attach_published import attach_eagle3, fitted_eagle3
 from draftproof.models.head.checkpoint import Checkpoint
 from draftproof.models.head.eagle3_file import Eagle3Head, taps_of
 from draftproof.models.head.published import kind_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftproof.models.head import eagle3_file
 from draftproof.models.head import file as headfile
-from draftproof.models.head.attach import fitted_eagle3
+from draftproof.models.head.attach_published import fitted_eagle3
 from draftproof.models.head.checkpoint import Checkpoint
 from draftproof.models.head.export import export, exportable_taps
 from draftproof.models.head.network import Head

@@ -10,12 +10,14 @@ from draftproof.models.gguf import Gguf
 from draftproof.models.int4_linear import (
     Int4Linear,
     Int4Weight,
+    codes_of,
     cut,
     int4_weight,
     join,
     join_linears,
     pack_groups,
     quantise_groups,
+    reordered,
     unpack,
 )
 from models.gguf_files import gguf_bytes, random_blocks
@@ -132,3 +134,11 @@ def test_a_layer_keeps_shapes_and_dtype_and_is_shared_by_copies():
 def test_a_shape_that_does_not_fit_is_named():
     with pytest.raises(ValueError, match=r"codes \(64, 48\) .*columns of 32"):
         pack_groups(torch.zeros(64, 48, dtype=torch.uint8), torch.ones(64, 1), torch.ones(64, 1))
+
+
+def test_codes_are_read_back_and_rows_can_be_put_in_another_order(tmp_path):
+    (codes, *_), weight = of_file(tmp_path, "Q4_1")
+    assert torch.equal(codes_of(weight), codes)
+    order = torch.randperm(OUT, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(unpack(reordered(weight, order)), unpack(weight)[order])
+    assert not torch.equal(unpack(reordered(weight, order)), unpack(weight))

@@ -1,17 +1,31 @@
 """The pass on four-bit weights computes what the model's own modules compute, and a row's bits are its own."""
 
+import copy
+
 import pytest
 import torch
 
 from draftproof.core.types import PAD
+from draftproof.models import llama_pass
+from draftproof.models.compiled_pass import CompiledPass
 from draftproof.models.hf import HFModel
+from draftproof.models.llama_model import LlamaModel
 from draftproof.models.llama_pass import LlamaPass
+from draftproof.models.loading import as_model
 from draftproof.models.rows import Block, PooledRows, Reading
-from models.int4_models import float_llama, int4_llama, needs_int4
+from models.int4_models import float_llama, int4_llama, needs_compiled, needs_int4
 
 pytestmark = needs_int4
 
 V = 50
+
+
+@pytest.fixture(params=["torch", pytest.param("compiled", marks=needs_compiled)], autouse=True)
+def kind(request, monkeypatch):
+    """Run each test with and without compiled passes."""
+    if request.param == "torch":
+        monkeypatch.setattr(llama_pass, "compiled_refusal", lambda: "switched off")
+    return {"torch": LlamaPass, "compiled": CompiledPass}[request.param]
 
 
 def model():
@@ -30,17 +44,25 @@ def close(made, expected):
     return float((made - expected).norm() / expected.norm()) < 0.02
 
 
-def test_it_is_used_for_quantised_llamas_alone():
-    assert isinstance(HFModel(model())._lean, LlamaPass)
-    assert HFModel(float_llama(V))._lean is None
-    assert HFModel(model()).first_layers(2)._lean is not None
+def test_it_is_used_for_quantised_llamas_alone(kind):
+    assert isinstance(as_model(model()), LlamaModel)
+    assert type(LlamaModel.of(model())._run) is kind
+    assert isinstance(as_model(float_llama(V)), HFModel)
+    assert type(LlamaModel.of(model()).first_layers(2)._run) is kind
+    with pytest.raises(ValueError, match=r"first_layers\(3\): the model has 3 layers, so take 1 to 2"):
+        as_model(model()).first_layers(3)
+
+
+def test_a_model_in_training_mode_is_refused():
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        LlamaModel.of(copy.deepcopy(model()).train())
 
 
 @pytest.mark.parametrize("split", [[12], [1] * 12, [5, 1, 4, 2]])
 def test_logits_and_states_are_those_of_the_modules(split):
     tokens = torch.randint(V, (12,), generator=torch.Generator().manual_seed(3)).tolist()
     logits, states = reference(tokens)
-    rows = PooledRows(HFModel(model()), pages=4)
+    rows = PooledRows(LlamaModel.of(model()), pages=4)
     rows.enter(7, 12)
     made, hidden, at = [], [], 0
     for width in split:
@@ -53,24 +75,30 @@ def test_logits_and_states_are_those_of_the_modules(split):
     assert close(torch.cat([last for _, last in hidden]), states[3])
 
 
-def test_a_wrong_epsilon_rotation_or_order_would_show(monkeypatch):
+def defects(kind, lean):
+    """Return what three defects change: no epsilon, rotations in another order, twice the scale of scores."""
+    flipped = lean._frequencies.flip(0)
+    if kind is LlamaPass:
+        return {"_eps_column": 0.0, "_frequencies": flipped, "_scale": 2 * lean._scale}
+    return {"eps": [0.0, lean._sizes.scale], "_frequencies": flipped, "scale": [lean._sizes.eps, 2 * lean._sizes.scale]}
+
+
+def test_a_wrong_epsilon_rotation_or_scale_would_show(kind, monkeypatch):
     """Each of three defects moves the logits by more than the comparison allows."""
     tokens = torch.randint(V, (12,), generator=torch.Generator().manual_seed(3)).tolist()
     logits, _ = reference(tokens)
-    changes = {
-        "_eps_column": lambda lean: 0.0,
-        "_frequencies": lambda lean: lean._frequencies.flip(0),
-        "_scale": lambda lean: 2 * lean._scale,
-    }
-    for name, change in changes.items():
-        hf = HFModel(model())
-        monkeypatch.setattr(hf._lean, name, change(hf._lean))
+    for name, change in defects(kind, LlamaModel.of(model())._run).items():
+        hf = LlamaModel.of(model())
+        if isinstance(change, list):
+            hf._run._layers._settings[:] = change
+        else:
+            monkeypatch.setattr(hf._run, name, change)
         made = hf(torch.tensor([tokens]), hf.new_cache(1, 12)).logits[0]
         assert not close(made, logits), name
 
 
 def test_trees_attend_to_their_ancestors_alone():
-    hf = HFModel(model())
+    hf = LlamaModel.of(model())
     cache = hf.new_cache(1, 16)
     prompt = [3, 1, 4, 1, 5]
     hf(torch.tensor([prompt]), cache)
@@ -86,7 +114,7 @@ def test_trees_attend_to_their_ancestors_alone():
 
 
 def test_a_row_has_the_same_bits_in_any_company():
-    hf = HFModel(model())
+    hf = LlamaModel.of(model())
     generator = torch.Generator().manual_seed(4)
     texts = [torch.randint(V, (n,), generator=generator).tolist() for n in (9, 3, 30, 1, 17, 12)]
 
@@ -110,10 +138,16 @@ def test_a_row_has_the_same_bits_in_any_company():
             assert torch.equal(hidden, together[row][1])
 
 
-def test_codes_are_in_memory_once():
-    hf = HFModel(model())
-    layer = hf._net.model.layers[0]
-    start = layer.self_attn.q_proj.joined.packed.data_ptr()
-    assert layer.self_attn.q_proj.int4.packed.data_ptr() == start
-    assert layer.self_attn.k_proj.int4.packed.data_ptr() == start + layer.self_attn.q_proj.int4.packed.nbytes
-    assert HFModel(model())._net.model.layers[0].self_attn.q_proj.joined.packed.data_ptr() == start
+def test_codes_are_in_memory_once(kind):
+    """Queries' and keys' are not: their rows are in pairs in the pass. Compiled passes have codes in another layout."""
+    if kind is CompiledPass:
+        first, second = (LlamaModel.of(model())._run._layers._table for _ in range(2))
+        assert (first == second).all()
+        return
+    first, second = (LlamaModel.of(model())._net.model.layers[0] for _ in range(2))
+    start = first.mlp.gate_proj.joined.packed.data_ptr()
+    assert first.mlp.gate_proj.int4.packed.data_ptr() == start
+    assert first.mlp.up_proj.int4.packed.data_ptr() == start + first.mlp.gate_proj.int4.packed.nbytes
+    joined, values = first.self_attn.v_proj.joined.packed, first.self_attn.v_proj.int4.packed
+    assert values.data_ptr() == joined[-len(values) :].data_ptr()
+    assert second.self_attn.v_proj.joined.packed.data_ptr() == joined.data_ptr()

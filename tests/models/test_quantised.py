@@ -13,7 +13,7 @@ from draftproof.models import bundled, cpu_support, loading
 from draftproof.models.head.taps import weights_hash
 from draftproof.models.int4_linear import Int4Linear, unpack
 from draftproof.models.int8_linear import Int8Linear
-from draftproof.models.quantised import llama_from_gguf, quantise
+from draftproof.models.quantised import quantise
 from models.int4_models import float_llama, needs_int4
 from models.tiny_tokenizers import byte_level
 
@@ -83,13 +83,16 @@ def test_a_cpu_that_cannot_gets_float32_with_a_sentence(folder, monkeypatch):
         assert chosen("auto") == "float32"
 
 
-def chosen(weights):
-    return loading.chosen_weights(loading.LoadOptions(weights=weights), torch.device("cpu"))
+def chosen(weights, name=bundled.NAME, device="cpu", **options):
+    return loading.chosen_weights(name, loading.LoadOptions(weights=weights, **options), torch.device(device))
 
 
-def test_auto_is_float32(monkeypatch):
+def test_auto_is_what_the_bundled_file_holds(monkeypatch):
     monkeypatch.setattr(cpu_support, "int4_refusal", lambda: None)
-    assert [chosen(kind) for kind in ("auto", "float32", "int4", "int8")] == ["float32", "float32", "int4", "int8"]
+    assert [chosen(kind) for kind in ("auto", "float32", "int4", "int8")] == ["int4", "float32", "int4", "int8"]
+    assert chosen("auto", name="another/model") == "float32"
+    assert chosen("auto", device="cuda") == "float32"
+    assert chosen("auto", dtype=torch.float32) == chosen("auto", pack=False) == "float32"
 
 
 def test_a_cpu_is_tried_in_a_child_once(monkeypatch, tmp_path):
@@ -123,7 +126,7 @@ def test_the_probe_passes_where_the_tests_run(tmp_path, monkeypatch):
 def test_the_bundled_model_has_the_weights_of_its_file(smollm2):
     """Matrices equal the float32 conversion up to the rounding of scales and zeros; other row orders would not."""
     own, _ = smollm2
-    model = llama_from_gguf(bundled.fetch(weights="int4") / "model.gguf", own.config)
+    model, _ = bundled.load(weights="int4")
     assert weights_hash(model) == weights_hash(own)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
         made = unpack(model.model.layers[17].get_submodule(name).int4)

@@ -76,7 +76,7 @@ def restore_without_replay(cache):
     cache._before = None
     for index, states in (before or {}).items():
         short = torch.tensor([n - start < T for n, start in zip(cache.lengths.tolist(), cache._start, strict=True)])
-        for key, state in cache._layers[index].states.items():
+        for key, state in cache.layers[index].states.items():
             state[short] = states[key][short]
 
 
@@ -211,11 +211,28 @@ def test_it_is_a_model_with_a_cache():
 # --- refusals
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", [0.3, 0.02])
 @pytest.mark.parametrize("name", IGNORES_STATE)
-def test_a_family_whose_passes_ignore_their_state_is_refused_with_the_measured_error(name):
-    model = tf.AutoModelForCausalLM.from_config(IGNORES_STATE[name]()).eval()
-    with pytest.raises(InexactError, match=r"cannot roll back.*differs from passes over one by \d\.\de[-+]\d\d of the"):
+def test_a_family_whose_passes_ignore_their_state_is_refused_with_the_measured_error(name, weights, dtype):
+    """With small weights the logits of short texts do not show it: those of Mamba and Jamba differ by 2e-6 and 9e-5."""
+    config = IGNORES_STATE[name]()
+    config.initializer_range = weights
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = tf.AutoModelForCausalLM.from_config(config).eval().to(dtype)
+    measured = r"differ by \d\.\de[-+]\d\d of their standard deviation, or by \d\.\de[-+]\d\d from made-up"
+    with pytest.raises(InexactError, match=measured):
         as_model(model)
+
+
+@families
+def test_a_served_family_is_accepted_in_bfloat16(name):
+    config = SERVED[name](V)
+    config.initializer_range = 0.02
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        as_model(tf.AutoModelForCausalLM.from_config(config).eval().to(torch.bfloat16))
 
 
 def test_a_cache_of_the_models_own_is_refused():

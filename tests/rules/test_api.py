@@ -52,6 +52,22 @@ def test_greedy_keeps_the_argmax_and_ends_with_it():
         assert verdict.tokens[0].tolist() == best[0].tolist()
 
 
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_point_masses_are_drawn_without_weights_and_give_the_same_tokens(rule, monkeypatch):
+    """Greedy rows skip the pass over the vocabulary; the general way must decide the same, for drawn drafts too."""
+    generator = torch.Generator().manual_seed(5)
+    target, draft = (torch.randn((6, n, 11), generator=generator) for n in (4, 3))
+    tokens = torch.where(torch.rand((6, 3), generator=generator) < 0.6, target[:, :3].argmax(-1), 4)
+
+    def verdict():
+        options = {"sampling": dp.SamplingParams(temperature=0), "draft_sampling": dp.SamplingParams(), "rule": rule}
+        return dp.verify(target, tokens, draft, seeds=torch.arange(6), positions=3, **options).tokens
+
+    short = verdict()
+    monkeypatch.setattr(dp.Distribution, "points_at", lambda *_: None)
+    assert torch.equal(short, verdict())
+
+
 def test_rows_may_have_their_own_sampling_and_length():
     target, tokens, draft = inputs()
     samplings = [dp.SamplingParams(temperature=0), WARM, dp.SamplingParams(top_p=0.5, presence_penalty=1.0)]

@@ -298,6 +298,16 @@ def test_a_trace_spells_the_text_and_tells_where_it_came_from(endless):
     assert not any("draftproof" in e for e in endless.stream_chat(seed=2))
 
 
+def test_a_whole_answer_tells_its_rounds(endless):
+    fields = {"seed": 2, "max_tokens": 20, "temperature": 0, "num_draft_tokens": 3, "draftproof_trace": True}
+    for answer in (endless.chat(**fields), endless.complete(**fields)):
+        rounds = answer["choices"][0]["draftproof"]["rounds"]
+        speculation = answer["metrics"]["speculative_decoding"]
+        assert sum(drafted for drafted, _ in rounds) == speculation["num_draft_tokens"]
+        assert sum(accepted for _, accepted in rounds) == speculation["num_accepted_draft_tokens"]
+    assert "draftproof" not in endless.chat(seed=2)["choices"][0]
+
+
 def test_a_trace_stops_at_a_stop_string(endless):
     text = endless.chat(seed=2, max_tokens=40, temperature=0)["choices"][0]["message"]["content"]
     events = endless.stream_chat(seed=2, max_tokens=40, temperature=0, stop=text[9:12], draftproof_trace=True)

@@ -204,11 +204,27 @@ def test_a_dead_engine_is_told_everywhere(endless_folder):
         assert refused(dying, TEXTS, TEXT, 503)["code"] == "engine_stopped"
 
 
+def test_a_round_that_hangs_is_told_by_health_until_it_ends(endless_folder):
+    with serving(load(endless_folder), max_round=0.2) as slow:
+        going_on = threading.Event()
+        step = slow.engine._loop.scheduler.parts
+        slow.engine._loop.scheduler.parts = lambda: (going_on.wait(WAIT), step())[1]
+        assert slow.client.get("/health").status_code == 200, "nothing to do is no reason to complain"
+        thread = threading.Thread(target=slow.complete, kwargs={"max_tokens": 2})
+        thread.start()
+        wait_for(lambda: slow.client.get("/health").status_code == 503)
+        assert "hangs" in slow.client.get("/health").json()["status"]
+        going_on.set()
+        thread.join(WAIT)
+        wait_for(lambda: slow.client.get("/health").status_code == 200)
+
+
 def test_a_request_that_takes_too_long_ends(endless_folder):
+    long = {"max_tokens": 4000, "num_draft_tokens": 0}  # drafted, a repeated text of 4000 tokens may end in time
     with serving(load(endless_folder), request_timeout=0.3) as hasty:
-        error = refused(hasty, TEXTS, TEXT | {"max_tokens": 4000}, 503)
+        error = refused(hasty, TEXTS, TEXT | long, 503)
         assert error["code"] == "timeout"
-        events = hasty.stream_text(max_tokens=4000)
+        events = hasty.stream_text(**long)
         assert events[-1]["error"]["code"] == "timeout"
         wait_for(hasty.is_idle)
         assert hasty.complete(max_tokens=1)

@@ -27,7 +27,7 @@ class TestChatOpenAI(ChatModelIntegrationTests):
     def chat_model_params(self):
         return {
             "model": "tiny", "base_url": getattr(self, "url", ""), "api_key": "none", "max_tokens": 20, "seed": 1,
-            "stream_usage": True, "model_kwargs": {"extra_body": {"min_tokens": 5}},
+            "stream_usage": True, "extra_body": {"min_tokens": 5},
         }  # fmt: skip
 
     @property

@@ -33,12 +33,6 @@ def fits(name, arguments):
     return set(values) == {"city", "days"} and values["days"] in (1, 2, 3) and len(values["city"]) <= 8
 
 
-def quiet(server):
-    """Return a bias against white space, of which a random model writes as much as JSON allows: without end."""
-    tokenizer = server.engine.tokenizer
-    return {str(i): -50.0 for i in range(len(tokenizer)) if tokenizer.decode([i]).isspace()}
-
-
 def assembled(events):
     """Put the deltas of a stream together as a client does."""
     content, calls = "", {}
@@ -79,7 +73,7 @@ def test_a_named_tool_is_called(server):
 
 def test_several_calls_in_one_answer(server):
     """A bias against the end makes a random model call again and again, until its tokens are used up."""
-    bias = quiet(server) | {str(server.engine.tokenizer.eos_token_id): -100.0}
+    bias = {str(server.engine.tokenizer.eos_token_id): -100.0}
     fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200, "temperature": 0.6, "logit_bias": bias}
     found = []
     for seed in range(3):
@@ -168,12 +162,27 @@ def test_a_wrong_schema_is_a_400(server, parameters):
 def test_json_fits_its_schema(server, stream):
     wanted = {"type": "json_schema", "json_schema": {"name": "w", "strict": True, "schema": WEATHER}}
     for seed in range(3):
-        fields = {"response_format": wanted, "max_tokens": 200, "seed": seed, "logit_bias": quiet(server)}
+        fields = {"response_format": wanted, "max_tokens": 200, "seed": seed}
         if stream:
             text = "".join(e["choices"][0]["delta"].get("content") or "" for e in server.stream_chat(**fields))
         else:
             text = server.chat(**fields)["choices"][0]["message"]["content"]
         assert fits("weather", text)
+
+
+def test_json_ends_although_the_model_would_repeat_new_lines(server):
+    wanted = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
+    [new_line] = server.engine.tokenizer.encode("\n")
+    fields = {"max_tokens": 200, "seed": 1, "logit_bias": {str(new_line): 100.0}}
+    text = server.complete(response_format=wanted, **fields)["choices"][0]["text"]
+    assert fits("weather", text)
+    assert "\n" in text
+    flexible = {
+        "type": "json_schema",
+        "json_schema": {"schema": WEATHER | {"x-guidance": {"whitespace_flexible": True}}},
+    }
+    endless = server.complete(response_format=flexible, **fields)["choices"][0]
+    assert endless["text"].endswith("\n" * 50), "as JSON allows it"
 
 
 def test_any_json_object(server):
@@ -206,6 +215,14 @@ def test_the_parser_does_not_depend_on_how_the_text_is_cut(form, size):
         assert (mine[0].kind, mine[0].text) == ("name", name)
         assert "".join(piece.text for piece in mine[1:]) == args
     assert parser.calls == 2
+
+
+def test_where_only_calls_are_allowed_the_beginning_of_one_that_is_cut_is_no_text():
+    call = f"{HERMES.begin}f{HERMES.middle}{{}}{HERMES.end}"
+    for cut in range(1, len(HERMES.begin)):
+        parser = CallParser(HERMES, only_calls=True)
+        pieces = [*parser.feed(call + "\n" + call[:cut]), *parser.flush()]
+        assert [piece.text for piece in pieces] == ["f", "{}"]
 
 
 def test_text_that_only_looks_like_a_call_is_text():

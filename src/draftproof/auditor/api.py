@@ -76,7 +76,8 @@ def audit(
                 "ngram", "suffix" or "prompt-lookup" for drafts copied from the text
     length      tokens per text
     batch       texts per call of `decode`
-    tolerance   the relative error of a probability that rounding may cause, ≥ 0; default by the model's dtype
+    tolerance   the relative error of a probability that rounding may cause, ≥ 0; default by the model's dtype. It is
+                charged to every bet; on four-bit weights the default charge is the error of a bet's payoff
     ends        the end-of-text tokens, after which nothing may be emitted; default: the target's generation config.
                 `()` for a decoder that ignores end-of-text tokens on purpose
     method      "joint" (vocabularies up to 16), "bets", "greedy" (temperature 0), or "auto" to choose
@@ -182,7 +183,7 @@ def _examination(
     """Start the examination of this request, and return it with the request as it will be carried out."""
     if request.method == "greedy":
         return Greedy(reference, request), request
-    bettor = Bettor(request.sampling, reference.tolerance(request.sampling), as_drafter(drafter), copying)
+    bettor = Bettor(request.sampling, reference.payoff_error(request.sampling), as_drafter(drafter), copying)
     if request.method == "joint":
         joint = Joint.start(Betting(reference, bettor, request, request.alpha / 2))
         if joint is not None:

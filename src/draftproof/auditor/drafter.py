@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from draftproof.auditor.reference import ReferenceModel, TargetDistributions, fingerprint, in_use
 from draftproof.core.sampling import SamplingParams
-from draftproof.models.head.attach import SHIPPED, fitted, fitted_eagle3, fitted_mtp
+from draftproof.models.head.attach import SHIPPED, fitted
+from draftproof.models.head.attach_published import fitted_eagle3, fitted_mtp
 from draftproof.models.head.network import FittedHead
 
 DistributionOf = Callable[[Sequence[int]], Float[Tensor, " V"]]

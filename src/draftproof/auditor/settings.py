@@ -110,7 +110,8 @@ def facts_of(decoder: Decoder, reference: ReferenceModel, request: AuditRequest,
     facts["seeds"] = f"from {request.seed} on, one a text"
     facts["prompts"] = f"{len(request.prompts)}, up to {request.length} tokens after each, {request.batch} at a time"
     facts["ends"] = ", ".join(map(str, request.ends)) or "none"
-    facts["tolerance"] = f"{reference.tolerance(request.sampling):g} of a probability"
+    tolerance, charge = reference.tolerance(request.sampling), reference.payoff_error(request.sampling)
+    facts["tolerance"] = f"{tolerance:g} of a probability" + (f", {charge:g} of a payoff" if charge < tolerance else "")
     facts["versions"] = ", ".join(f"{name} {_version(name)}" for name in ("draftproof", "torch", "transformers"))
     facts["python"] = platform.python_version()
     return facts

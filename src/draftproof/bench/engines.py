@@ -33,7 +33,7 @@ def engine_decoders(
     decoders = [EngineDecoder(PLAIN, plain)]
     for name, drafter in drafters:
         for rule in rules:
-            engine = load(plain.hf, drafter, rule=rule, draft_tokenizer=draft_tokenizer, **shared)
+            engine = load(plain.loaded, drafter, rule=rule, draft_tokenizer=draft_tokenizer, **shared)
             decoders.append(EngineDecoder(name if len(rules) == 1 else f"{name}/{rule}", engine))
     return decoders
 

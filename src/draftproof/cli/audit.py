@@ -14,7 +14,7 @@ import click
 from draftproof.cli.console import progress_bar, screen, spinner
 from draftproof.cli.engines import open_engine, prepare, quiet_hosts
 from draftproof.cli.generate import read_prompts
-from draftproof.cli.main import INTERRUPTED
+from draftproof.cli.main import INTERRUPTED, error_line, exit_status
 from draftproof.cli.options import DRAFTERS, Choice, Finite, engine_options
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ Examples:
   draftproof audit --resume audit.json --max-tokens 100000     continue it
 
 The exit status is 0 if no bias was found, 1 if the decoder is biased, and 3 if there is not enough evidence; 2 is a
-usage error. Ctrl-C stops early and shows the result so far. Models are loaded in float32.
+usage error, and 4 an audit that failed. Ctrl-C stops early and shows the result so far. Models are loaded in float32.
 
 transformers-assisted drafts with a model of the same tokenizer, transformers-universal with one of another tokenizer. A
 program for --engine command must decode in float32 too. For each line {"prompt": [ids], "sampling": {…}, "max_tokens":
@@ -80,6 +80,12 @@ decoder is cleared whose drafter is unknown.
 llama.cpp, or another that takes prompts as token ids and returns token ids for "return_token_ids". Name its drafter,
 too.
 """
+
+
+class FailedAuditError(RuntimeError):
+    """The decoder or the reference failed, so that there is no verdict. An exit status of 1 would be one: biased."""
+
+    exit_status = 4
 
 
 def json_object(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
@@ -179,7 +185,14 @@ def audit(choice: Choice, **options: Any) -> int:
         choice = replace(choice, drafter=_drafter_of_vllm(options["speculative_config"]))
     elif choice.drafter == "auto":
         choice = replace(choice, drafter=AUTO.get(engine, "auto"))
-    return run_audit(choice, AuditSettings(**options))
+    try:
+        return run_audit(choice, AuditSettings(**options))
+    except (click.ClickException, click.Abort, BrokenPipeError):
+        raise
+    except Exception as error:
+        if exit_status(error) != 1:
+            raise
+        raise FailedAuditError(f"the audit failed without a verdict: {error_line(error)}") from error
 
 
 def _drafter_of_vllm(speculation: dict[str, Any]) -> str | None:
@@ -187,6 +200,8 @@ def _drafter_of_vllm(speculation: dict[str, Any]) -> str | None:
     method, model = speculation.get("method"), str(speculation.get("model", ""))
     if method == "draft_model":
         return model
+    if method == "eagle3":
+        return f"eagle3:{model}"
     copying = {"ngram": "ngram", "suffix": "suffix", "NGram": "ngram", "Suffix": "suffix"}
     return copying.get(model.rpartition(".")[2] if method == "custom_class" else str(method))
 
@@ -285,12 +300,12 @@ def _open_target(choice: Choice, engine: str) -> "Engine":
     """Load the target: with its drafter to audit draftproof, otherwise alone and with its weights not repacked."""
     if engine == "draftproof":
         return open_engine(choice, dtype=_precision())
-    prepare(Choice(choice.target, None))
+    weights = prepare(Choice(choice.target, None, weights=choice.weights), _precision(), pack=False).weights
     with spinner(f"Loading {choice.target}"):
         quiet_hosts()
         from draftproof.engine.load import load
 
-        return load(choice.target, None, device=choice.device, dtype=_precision(), pack=False)
+        return load(choice.target, None, device=choice.device, dtype=_precision(), pack=False, weights=weights)
 
 
 def _drafter(choice: Choice, engine: "Engine") -> Any:
@@ -299,7 +314,7 @@ def _drafter(choice: Choice, engine: "Engine") -> Any:
     SLEM chooses its tokens, and has no distribution to bet on: None.
     """
     from draftproof.auditor.drafter import TranslatedReference
-    from draftproof.drafters.registry import is_name, meant, split_way
+    from draftproof.drafters.registry import is_name, meant, split_way, with_kind
     from draftproof.drafters.slem import SLEM
     from draftproof.drafters.tli import TLI
 
@@ -310,8 +325,10 @@ def _drafter(choice: Choice, engine: "Engine") -> Any:
         target: Any = engine.model
         return target.first_layers(int(name.partition(":")[2]))
     if is_name(name):
-        return meant(name, engine.hf)
-    assistant = open_engine(Choice(split_way(name)[1], None, device=choice.device), dtype=_precision())
+        return meant(with_kind(name), engine.loaded)
+    assistant = open_engine(
+        Choice(split_way(name)[1], None, device=choice.device, weights=choice.weights), dtype=_precision()
+    )
     if isinstance(engine.drafter, TLI):
         return TranslatedReference(assistant.hf, engine.tokenizer, assistant.tokenizer, engine.model.vocab_size)
     return None if isinstance(engine.drafter, SLEM) else assistant.hf
@@ -350,7 +367,7 @@ def _decoder(choice: Choice, settings: AuditSettings, engine: "Engine", drafter:
         return _server(settings, engine)
     if settings.engine == "vllm":
         return maker("vllm")(
-            choice.target,
+            _model_folder(choice.target),
             choice.drafter,
             draft_length=length or 3,
             speculative_config=settings.speculative_config,
@@ -361,6 +378,13 @@ def _decoder(choice: Choice, settings: AuditSettings, engine: "Engine", drafter:
     if settings.engine == "transformers-lookup":
         return maker("transformers_lookup")(engine.hf, *([length] if length else []))
     return maker("transformers_plain")(engine.hf)
+
+
+def _model_folder(target: str) -> str:
+    """Return what another engine can load: a folder for the bundled model's name, any other name as it is."""
+    from draftproof.models import bundled
+
+    return str(bundled.fetch()) if target == bundled.NAME else target
 
 
 def _server(settings: AuditSettings, engine: "Engine") -> "Decoder":

@@ -129,7 +129,9 @@ def run_bench(settings: BenchSettings) -> int:
         check_drafter(name)
     kinds = [kind for kind in settings.kinds.split(",") if kind]
     chosen = prompts.pick(prompts.read(settings.prompts), kinds, settings.limit)
-    engine = open_engine(Choice(settings.target, None, device=settings.device))
+    # transformers runs the model's own weights; a comparison is between decoders of the same model.
+    weights = "auto" if settings.against is None else "float32"
+    engine = open_engine(Choice(settings.target, None, device=settings.device, weights=weights))
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError(f"{settings.target} has no tokenizer, which the prompts need: they are text")
@@ -154,11 +156,13 @@ def _decoders(settings: BenchSettings, plain: "Engine") -> "list[Decoder]":
     from draftproof.engine.load import load
 
     names = [name for name in settings.drafters or ("auto", "ngram", "suffix") if drafter_or_none(name) is not None]
-    drafters: list[tuple[str, Any]] = [(name, name) for name in dict.fromkeys(meant(name, plain.hf) for name in names)]
+    drafters: list[tuple[str, Any]] = [
+        (name, name) for name in dict.fromkeys(meant(name, plain.loaded) for name in names)
+    ]
     draft_tokenizer = None
     if settings.draft_model is not None:
         assistant = open_engine(Choice(settings.draft_model, None, device=settings.device))
-        drafters.append((Path(settings.draft_model).name, assistant.hf))
+        drafters.append((Path(settings.draft_model).name, assistant.loaded))
         draft_tokenizer = assistant.tokenizer
     decoders: list[Decoder] = list(
         engine_decoders(plain, drafters, settings.rules or ("block",), settings.num_draft_tokens, draft_tokenizer)

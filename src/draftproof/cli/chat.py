@@ -91,7 +91,7 @@ def _answer_side_by_side(console: "Console", conversation: Conversation, line: s
     from draftproof.drafters.registry import meant
 
     choice = conversation.settings.choice
-    hf = conversation.engines.get(choice).hf
+    hf = conversation.engines.get(choice).loaded
     choices = choices_to_compare(choice, hf)
     prompt = conversation.prompt(line)
     sampling = same_seed_if_coupled(conversation.sampling, choice)

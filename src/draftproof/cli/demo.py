@@ -87,7 +87,7 @@ def show(out: Path, target: str, max_tokens: int) -> None:
     console = screen()
     engines = Engines()
     choice = Choice(target, rule="token")
-    hf = engines.get(choice).hf
+    hf = engines.get(choice).loaded
     from draftproof.drafters.registry import (
         meant,
     )  # not before: importing torch takes seconds, and `get` shows a spinner

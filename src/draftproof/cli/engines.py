@@ -23,7 +23,7 @@ class Engines:
     """A cache of engines around one target: changing the drafter or the rule does not load the target again."""
 
     def __init__(self) -> None:
-        self._target: tuple[str, str | None] | None = None
+        self._target: tuple[str, str | None, str] | None = None
         self._plain: Engine | None = None
         self._draft_models: dict[str, Engine] = {}
         self._ready: dict[Choice, Engine] = {}
@@ -39,7 +39,7 @@ class Engines:
 
     def _plain_engine(self, choice: Choice) -> "Engine":
         """Return the engine without a drafter, which holds the target; load it if the target or device is new."""
-        wanted = choice.target, choice.device
+        wanted = choice.target, choice.device, choice.weights
         if self._plain is None or self._target != wanted:
             opened = open_engine(replace(choice, drafter=None))
             self._ready.clear()
@@ -54,8 +54,8 @@ class Engines:
         if name is None or is_name(name) or split_way(name)[0] is not None:
             return name, None
         if name not in self._draft_models:
-            self._draft_models[name] = open_engine(Choice(name, None, device=choice.device))
-        return self._draft_models[name].hf, self._draft_models[name].tokenizer
+            self._draft_models[name] = open_engine(Choice(name, None, device=choice.device, weights=choice.weights))
+        return self._draft_models[name].loaded, self._draft_models[name].tokenizer
 
 
 def open_engine(
@@ -66,9 +66,10 @@ def open_engine(
     `verifier` replaces the rule, for example by one that records its decisions; `dtype` replaces the device's default;
     `limits` are those of `load`, such as max_batch.
     """
-    prepare(choice)
+    choice = prepare(choice, dtype)
     with spinner(f"Loading {choice.target}"):
-        quiet_hosts()
+        if not _without_transformers(choice, dtype):
+            quiet_hosts()
         from draftproof.engine.load import load
 
         return load(
@@ -78,6 +79,7 @@ def open_engine(
             num_draft_tokens=choice.num_draft_tokens,
             device=choice.device,
             dtype=dtype,
+            weights=choice.weights,
             **limits,
         )
 
@@ -95,13 +97,14 @@ def reopen(
 
     with spinner(f"Preparing {choice.drafter or 'plain decoding'}"):
         return load(
-            engine.hf,
+            engine.loaded,
             drafter,
             rule=verifier or choice.rule,
             num_draft_tokens=choice.num_draft_tokens,
             tokenizer=engine.tokenizer,
             draft_tokenizer=draft_tokenizer,
             device=choice.device,
+            weights=choice.weights,
         )
 
 
@@ -113,12 +116,37 @@ def sampling_for(engine: "Engine", given: Mapping[str, Any]) -> "SamplingParams"
     return replace(default, **given)
 
 
-def prepare(choice: Choice) -> None:
-    """Download the bundled model if it is chosen and missing. It shows a progress bar, so no spinner may be running."""
-    from draftproof.models import bundled
+def prepare(choice: Choice, dtype: "torch.dtype | None" = None, *, pack: bool = True) -> Choice:
+    """Download the bundled model if it is chosen and missing. It shows a progress bar, so no spinner may be running.
 
-    if bundled.NAME in (choice.target, choice.drafter) and not bundled.is_cached():
-        bundled.fetch()
+    Return the choice: of float32 weights if only these could be had.
+    """
+    from draftproof.models.bundled import NAME
+
+    if NAME not in (choice.target, choice.drafter):
+        return choice
+    from draftproof.models.loading import LoadOptions, fetch_bundled
+
+    weights, _ = fetch_bundled(LoadOptions(choice.device, dtype, pack, weights=choice.weights))
+    return replace(choice, weights=weights) if choice.target == NAME and weights == "float32" else choice
+
+
+def bundled_weights(choice: Choice, dtype: "torch.dtype | None" = None, *, pack: bool = True) -> str:
+    """Return the kind of file that the bundled model is loaded from: "float32" or "int4"."""
+    from draftproof.models.bundled import NAME
+    from draftproof.models.loading import LoadOptions, chosen_weights, default_device
+
+    options = LoadOptions(choice.device, dtype, pack, weights=choice.weights)
+    return "int4" if chosen_weights(NAME, options, default_device(options)) == "int4" else "float32"
+
+
+def _without_transformers(choice: Choice, dtype: "torch.dtype | None") -> bool:
+    """Return whether transformers is not imported for this choice, so that there is nothing to quiet."""
+    from draftproof.drafters.registry import is_name
+    from draftproof.models.bundled import NAME
+
+    named = choice.drafter is None or is_name(choice.drafter)
+    return choice.target == NAME and named and bundled_weights(choice, dtype) == "int4"
 
 
 def quiet_hosts() -> None:

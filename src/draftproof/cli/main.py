@@ -123,8 +123,9 @@ def error_line(error: Exception) -> str:
 
 
 def exit_status(error: Exception) -> int:
-    """Return 2 for a request that cannot be served, 1 for one that failed."""
-    return 2 if isinstance(error, ValueError) or _is_inexact(error) else 1
+    """Return 2 for a request that cannot be served, 1 for one that failed, or the status that the error has itself."""
+    own: int | None = getattr(error, "exit_status", None)
+    return own or (2 if isinstance(error, ValueError) or _is_inexact(error) else 1)
 
 
 def _is_inexact(error: Exception) -> bool:

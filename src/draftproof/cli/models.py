@@ -6,19 +6,19 @@ from typing import Any, Final
 
 import click
 
-BUNDLED_MEMORY: Final = "about 1.6 GB of memory on a CPU, in float32"
+BUNDLED_MEMORY: Final = "about 0.6 GB of memory on a CPU with four-bit weights, 1.6 GB in float32"
 """Memory of the bundled model while it generates: weights, their copy packed for the CPU, the head, and torch."""
 
 HELP = f"""List the models on this machine: the bundled one, and those in the Hugging Face cache.
 
-The bundled model, smollm2 (135M parameters), takes 540 MB on disk and {BUNDLED_MEMORY}. Other models
-take at least 4 bytes per parameter on a CPU (float32) and 2 on a GPU (bfloat16); `draftproof env` shows how much memory
-is free.
+The bundled model, smollm2 (135M parameters), takes 100 MB on disk with four-bit weights, 540 MB in float32, and
+{BUNDLED_MEMORY}. Other models take at least 4 bytes per parameter
+on a CPU (float32) and 2 on a GPU (bfloat16); `draftproof env` shows how much memory is free.
 
 \b
 Examples:
   draftproof models
-  draftproof models fetch            download the bundled model (about 90 MB; 540 MB on disk)
+  draftproof models fetch            download the bundled model (about 90 MB)
   draftproof models remove           delete it again
   draftproof models export HEAD OUT --target MODEL     write a trained head for vLLM
 """
@@ -54,9 +54,11 @@ def fetch(name: str) -> None:
     If it is already on this machine, only verify it.
     """
     _only_bundled(name)
+    from draftproof.cli.engines import bundled_weights
+    from draftproof.cli.options import Choice
     from draftproof.models import bundled
 
-    path: Path = bundled.fetch()
+    path: Path = bundled.fetch(weights=bundled_weights(Choice()))
     click.echo(f"{name}: {megabytes(bundled.size())} in {path}")
 
 
@@ -73,7 +75,7 @@ def remove(name: str, yes: bool) -> None:
         click.echo(f"{name} is not on this machine")
         return
     if not yes:
-        click.confirm(f"Remove {bundled.folder()} ({megabytes(freed)})?", abort=True)
+        click.confirm(f"Remove {name} from {bundled.cache_root()} ({megabytes(freed)})?", abort=True)
     bundled.remove()
     click.echo(f"removed {name}: {megabytes(freed)} freed")
 
@@ -91,7 +93,7 @@ def export(head: Path, out: Path, target: str) -> None:
     from draftproof.models.head.export import export as export_head
     from draftproof.models.loading import LoadOptions, load_model
 
-    model, _ = load_model(target, LoadOptions(device="cpu", pack=False))
+    model, _ = load_model(target, LoadOptions(device="cpu", pack=False, weights="float32"))
     export_head(head, out, model)
     settings = json.dumps({"method": "eagle3", "model": str(out), "num_speculative_tokens": 4})
     click.echo(f"{head} is in {out}: vllm serve {target} --speculative-config '{settings}'")
@@ -101,8 +103,9 @@ def bundled_model() -> dict[str, Any]:
     """Return the name, state, size and folder of the bundled model."""
     from draftproof.models import bundled
 
-    state = "cached" if bundled.is_cached() else "not downloaded: draftproof models fetch"
-    return {"name": bundled.NAME, "state": state, "bytes": bundled.size(), "path": str(bundled.folder())}
+    cached = [weights for weights in bundled.FOLDERS if bundled.is_cached(weights)]
+    state = f"cached: {', '.join(cached)}" if cached else "not downloaded: draftproof models fetch"
+    return {"name": bundled.NAME, "state": state, "bytes": bundled.size(), "path": str(bundled.cache_root())}
 
 
 def hub_models() -> list[dict[str, Any]]:

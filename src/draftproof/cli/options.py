@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -51,6 +52,9 @@ SAMPLING: Final[Mapping[str, "click.ParamType[Any]"]] = {
 
 They are checked here because `SamplingParams` imports torch: a wrong value is refused at once."""
 
+WEIGHTS: Final = ("auto", "float32", "int4", "int8")
+"""The names in `draftproof.models.loading.WEIGHTS`, repeated here because importing that module imports torch."""
+
 DEVICE_HELP: Final = "Device to run on, such as cuda or cpu. [default: cuda if available, else cpu]"
 
 Command = Callable[..., Any]
@@ -59,13 +63,14 @@ Option = Callable[[Command], Command]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The options that select an engine: its target, drafter, rule, draft length and device."""
+    """The options that select an engine: its target, drafter, rule, draft length, device and weights."""
 
     target: str = "smollm2"
     drafter: str | None = "auto"
     rule: str = "block"
     num_draft_tokens: int | str = "auto"
     device: str | None = None
+    weights: str = "auto"
 
     def __str__(self) -> str:
         if self.drafter is None:
@@ -103,6 +108,11 @@ def engine_options(
             + (" With coupled and a --seed, all drafters give the same text." if "coupled" in rules else ""),
         ),
         click.option("--device", metavar="NAME", help=DEVICE_HELP),
+        click.option(
+            "--weights", type=click.Choice(WEIGHTS), default="auto", show_default=True,
+            help="Weights on a CPU: the model's own, or quantised when it is loaded; the target then is the quantised "
+            "model. auto is int4 for smollm2, whose file holds four bits, if the CPU has AVX-512 VNNI; else float32.",
+        ),
     ]  # fmt: skip
 
     def decorate(command: Command) -> Command:
@@ -114,7 +124,7 @@ def engine_options(
             if name is not None:
                 check_drafter(name)
             chosen = model or drafter_or_none(name or drafter)
-            rest = {field: values.pop(field) for field in ("target", "rule", "num_draft_tokens", "device")}
+            rest = {field: values.pop(field) for field in ("target", "rule", "num_draft_tokens", "device", "weights")}
             return command(choice=Choice(drafter=chosen, **rest), **values)
 
         return _with(options, with_choice)
@@ -195,9 +205,12 @@ def parse_draft_length(word: str) -> int | str:
 
 
 def check_drafter(name: str) -> None:
-    """Refuse a name that no drafter has; otherwise `load` would look for a model of that name on the hub."""
+    """Refuse a name that no drafter has; otherwise `load` would look for a model of that name on the hub.
+
+    A folder passes: its files say what it holds.
+    """
     known = ["none", *(drafter.partition(":")[0] for drafter in DRAFTERS)]
-    if name.partition(":")[0] not in known:
+    if name.partition(":")[0] not in known and not Path(name).is_dir():
         raise click.UsageError(
             f"--drafter takes {', '.join(DRAFTERS)} or none, not {name!r}{did_you_mean(name, known) or '.'} To draft "
             "with a model, use --draft-model"

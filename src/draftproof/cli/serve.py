@@ -108,6 +108,14 @@ class Size(click.ParamType):  # type: ignore[type-arg]
     help="End requests that take longer. [default: never]",
 )
 @click.option(
+    "--max-round",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time after which a round counts as hanging: /health then says 503, until the round ends.",
+)
+@click.option(
     "--max-body",
     type=Size(share=False),
     default="4MiB",
@@ -131,7 +139,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 def serve(model: str | None, choice: Choice, host: str, port: int, log_format: str, **options: Any) -> None:
     check_installed()
     check_prefix(options["metrics_prefix"])
-    from draftproof.serve.server import bind, run, set_up_logs
+    from draftproof.serve.server import bind, limit_kernel_cache, run, set_up_logs
     from draftproof.serve.settings import Settings
     from draftproof.serve.state import State
 
@@ -141,6 +149,7 @@ def serve(model: str | None, choice: Choice, host: str, port: int, log_format: s
     name = options.pop("served_model_name") or choice.target
     bound = bind(host, port)
     set_up_logs(log_format)
+    limit_kernel_cache()
     engine = open_engine(choice, **limits)
     settings = Settings(name, chat_template=None if template is None else template.read_text("utf-8"), **options)
     state = State.open(engine, settings)

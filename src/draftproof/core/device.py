@@ -4,6 +4,7 @@ Reading a GPU tensor (`bool(x.any())`, `x.tolist()`, `x[mask]`) waits for all wo
 sync reads values through numpy, which refuses GPU tensors: such a read cannot become a hidden sync.
 """
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -67,3 +68,22 @@ class AsyncCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._numbers.numpy()
+
+
+class Mark:
+    """A moment in a device's queue of work: on a GPU an event, on a CPU the time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._time = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self._time = time.perf_counter()
+
+    def seconds_until(self, later: "Mark") -> float:
+        """Return the seconds between two moments, both of which have passed."""
+        if self._event is None or later._event is None:
+            return later._time - self._time
+        return float(self._event.elapsed_time(later._event)) / 1e3

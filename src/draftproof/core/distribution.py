@@ -159,6 +159,17 @@ class Distribution:
         weights, gain = self.weights_at(rows, positions)
         return weights.mul_(gain.to(weights.dtype)[:, None])
 
+    def points_at(self, rows: Int[Tensor, " N"], positions: Int[Tensor, " N"]) -> Int[Tensor, " N"] | None:
+        """Return the tokens at N places if all are point masses, as with temperature 0; None otherwise.
+
+        Drawing from them, or from what any q leaves of them, takes no random numbers and no pass over the vocabulary.
+        On a GPU, where looking is a sync, it is None.
+        """
+        if self.plain or not is_cpu(self.point.device):
+            return None
+        tokens = self.point[rows, positions]
+        return tokens if bool((tokens != PAD).all()) else None
+
     def weights_at(
         self, rows: Int[Tensor, " N"], positions: Int[Tensor, " N"]
     ) -> tuple[Float[Tensor, "N V"], Float[Tensor, " N"]]:

@@ -30,6 +30,7 @@ from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.extents import pages_for
 from draftproof.models.head.network import FittedHead, Head, rounded
 from draftproof.models.head.rows import HeadRows
+from draftproof.models.int4_linear import runs_int4
 from draftproof.models.pool import PoolFull, SavedRow
 
 ROOM: Final = 32
@@ -43,6 +44,11 @@ AUTO_CONFIDENCE: Final = "auto"
 GREEDY_CONFIDENCE: Final = 0.15
 """Probability of a greedy row's path below which "auto" ends a chain. A further token gains at most this much and costs
 a step of the head; 0.1 to 0.2 were equally fast (benchmarks/head_confidence.py)."""
+
+FOUR_BIT_CONFIDENCE: Final = 0.25
+"""Probability of a greedy row's path below which "auto" ends a chain, for a target on four-bit weights. Its passes are
+shorter, so that a step of the head costs more of them. The best of 0.15, 0.25 and 0.4 with drafts of three, in one
+run over four chat prompts that are also the benchmark's."""
 
 TREE_CONFIDENCE: Final = 0.03
 """Probability of a path below which "auto" leaves it out of a greedy row's tree: it costs a position of the target's
@@ -73,6 +79,7 @@ class HeadDrafter:
             raise ValueError(f"branches={branches}, but the head knows only {len(head.vocab.ids)} tokens")
         self.features = TargetFeatures(layers=head.head.taps)
         self._head, self._confidence, self._branches = head, confidence, branches
+        self._greedy_confidence = FOUR_BIT_CONFIDENCE if runs_int4(head.rows) else GREEDY_CONFIDENCE
         self._memory: HeadReader | RectangularHeadReader = (
             HeadReader(head, graphs=graphs)
             if isinstance(head.head, Head)
@@ -128,7 +135,7 @@ class HeadDrafter:
         h = self._memory.catch_up(contexts, [most > 0 for most in slots])
         samplings = [context.sampling for context in contexts]
         greedy = all(sampling.temperature == 0 for sampling in samplings)
-        confidence = self._least(GREEDY_CONFIDENCE if greedy else 0.0, h.device)
+        confidence = self._least(self._greedy_confidence if greedy else 0.0, h.device)
         if greedy and confidence:
             samplings = [ranking(sampling) for sampling in samplings]
         histories = [penalty_history(context, h.device) for context in contexts]

@@ -5,7 +5,7 @@ The tokens are drawn, and the draft carries exactly the distribution they were d
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -24,11 +24,18 @@ from draftproof.models.interface import Model
 from draftproof.models.pool import PoolFull, SavedRow
 from draftproof.models.rows import PackedModel, PooledRows, Reading, RectangularRows, open_rows
 
+if TYPE_CHECKING:
+    from draftproof.drafters.device_draft import DeviceDrafting
+
 ROOM: Final = 32
 """Tokens that a new row has room for after its text; it grows with it."""
 
 UNMANAGED_TOKENS: Final = 2**16
 """Tokens in the pool of a drafter that is used without an engine."""
+
+
+MOST_UNREAD: Final = 2
+"""Tokens of a text that a draft model may have to read in a round that stays on the device."""
 
 
 class ModelDrafter:
@@ -111,6 +118,40 @@ class ModelDrafter:
         steps = [-(-most // self._branches) - 1 for most in slots]
         self._reader.record_drafted(spine.rows(), [max(0, min(n, len(spine.tokens) - 1)) for n in steps])
         return spine.draft(shared_rng=rng.shared)
+
+    def device_drafting(self, rows: int) -> "DeviceDrafting | str":
+        """Return this drafter's part of rounds that stay on the device, or why it has none."""
+        from draftproof.models.device_rows import DeviceRows
+
+        held = self._reader.rows
+        if not isinstance(held, DeviceRows):
+            return "the draft model's rows are not in a pool on a GPU"
+        if self._branches > 1:
+            return "a drafter with branches makes trees"
+        from draftproof.drafters.device_draft import DeviceDrafting
+
+        return DeviceDrafting(rows, held, (self._model.vocab_size, self._V), self._vocab, self._confidence)
+
+    def device_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how tokens are drawn for a request."""
+        return self._sampling(sampling)
+
+    def device_places(self, contexts: Sequence[Context], tokens: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Bring rows up to date; return each one's first slot, and how many tokens (1 or 2) it has still to read.
+
+        tokens  those that each row needs room for. None if there is no room, or if the model has too few positions
+        """
+        if self._max_length is not None and max(tokens) > self._max_length:
+            return None
+        return self._reader.places(contexts, tokens)
+
+    def device_fits(self, request: int, tokens: int) -> bool:
+        """Return whether a request's row has room for so many tokens where it is."""
+        return self._reader.fits(request, tokens)
+
+    def device_recorded(self, request: int, read: int) -> None:
+        """Note that of a request's text the first `read` tokens were read."""
+        self._reader.record_read(request, read)
 
     def _readable(self, length: int) -> int:
         """Limit a prefix to the positions that the model has: a target's context may be longer."""
@@ -227,6 +268,36 @@ class Reader:
         The copy is read when the next round begins, so that no step needs a synchronisation.
         """
         self._pending = drawn, kept
+
+    def places(self, contexts: Sequence[Context], tokens: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Bring rows up to date, and say where they are; see `ModelDrafter.device_places`."""
+        if not self.enter(contexts):
+            return None
+        rows: Any = self.rows
+        for context in contexts:
+            row, length = self._known[context.id], len(context.tokens)
+            row.read, row.drafted = row.common_prefix(context.tokens), []
+            rows.truncate([context.id], [row.read])
+            if length - row.read > MOST_UNREAD:
+                self.follow(context, length - 1)
+        self._settle()
+        try:
+            for context, most in zip(contexts, tokens, strict=True):
+                rows.ensure(context.id, most)
+        except PoolFull:
+            return None
+        return [(rows.start(c.id), len(c.tokens) - self._known[c.id].read) for c in contexts]
+
+    def fits(self, name: int, tokens: int) -> bool:
+        rows: Any = self.rows
+        return name in self._known and bool(rows.fits(name, tokens))
+
+    def record_read(self, name: int, read: int) -> None:
+        """Note how much of a request's text its row holds after a round that the host did not follow."""
+        row = self._known.get(name)
+        if row is not None and isinstance(self.rows, PooledRows):
+            row.read, row.drafted = read, []
+            self.rows.pool.rows[name].length = read
 
     def follow(self, context: Context, length: int) -> None:
         """Read a prompt's tokens up to this length, in chunks as the target does, with the prompts of other rows."""

@@ -134,25 +134,31 @@ def _early_exit(spec: str, layers: str, target: Model | None, branches: int) -> 
 
 def _head(name: str, folder: str, hf: Any, branches: int, confidence: float | str, graphs: bool) -> Drafter:
     from draftproof.drafters.head import HeadDrafter
-    from draftproof.models.head.attach import SHIPPED, fitted, fitted_dflash, fitted_eagle3, fitted_mtp
+    from draftproof.models.head.attach import SHIPPED, fitted
 
     if name in (EAGLE3, DFLASH) and not folder:
         raise ValueError(f'drafter "{name}" wants the folder or hub id of a drafter, as in "{name}:folder"')
-    if name == DFLASH:
-        from draftproof.drafters.dflash import DFlashDrafter
-
-        return DFlashDrafter(fitted_dflash(folder, hf), branches=branches)
-    if name == MTP:
-        # No CUDA graphs: transformers' experts are chosen on the host.
-        return HeadDrafter(fitted_mtp(folder, hf), branches=branches, graphs=False)
-    if name == EAGLE3:
-        return HeadDrafter(fitted_eagle3(folder, hf), branches=branches, graphs=graphs)
+    if name in (DFLASH, MTP, EAGLE3):
+        return _published(name, folder, hf, branches, graphs)
     if not folder and not SHIPPED.is_dir():
         raise ValueError(
             f"drafter {name!r} is the head of the bundled model, and this installation has none: name one, "
             f'"{HEAD}:folder", or train it: draftproof train'
         )
     return HeadDrafter(fitted(folder or SHIPPED, hf), branches=branches, confidence=confidence, graphs=graphs)
+
+
+def _published(name: str, folder: str, hf: Any, branches: int, graphs: bool) -> Drafter:
+    from draftproof.drafters.dflash import DFlashDrafter
+    from draftproof.drafters.head import HeadDrafter
+    from draftproof.models.head.attach_published import fitted_dflash, fitted_eagle3, fitted_mtp
+
+    if name == DFLASH:
+        return DFlashDrafter(fitted_dflash(folder, hf), branches=branches)
+    if name == MTP:
+        # No CUDA graphs: transformers' experts are chosen on the host.
+        return HeadDrafter(fitted_mtp(folder, hf), branches=branches, graphs=False)
+    return HeadDrafter(fitted_eagle3(folder, hf), branches=branches, graphs=graphs)
 
 
 def _uses_graphs(target: Model | None) -> bool:

@@ -38,7 +38,7 @@ class Draws:
     samplings: Sequence[SamplingParams]
     rng: Philox
     vocab: DraftVocab | None = None
-    _device: "_KernelDraws | None" = field(default=None, init=False)
+    _device: "KernelDraws | None" = field(default=None, init=False)
     _cpu: "_CpuDraws | None" = field(default=None, init=False)
     _parts: "list[list[int]] | None" = field(default=None, init=False)
     """Rows that are drawn for together, on a CPU: those with the same way of drawing."""
@@ -63,7 +63,7 @@ class Draws:
         if any_edits(self.samplings):
             logits = edited_without_sync(logits, self.samplings, histories, self.vocab)
         if self._device is None:
-            self._device = _KernelDraws.of(self.samplings, self.rng, logits)
+            self._device = KernelDraws.of(self.samplings, self.rng, logits)
         return self._device.draw(logits, self.rng, j, self.vocab)
 
     def _each_part(
@@ -218,7 +218,7 @@ class _CpuDraws:
 
 
 @dataclass(frozen=True, slots=True)
-class _KernelDraws:
+class KernelDraws:
     """The kernels' arguments that stay the same for every token of a round."""
 
     parameters: kernels.Parameters
@@ -228,7 +228,7 @@ class _KernelDraws:
     """The greedy rows; None if there are none."""
 
     @classmethod
-    def of(cls, samplings: Sequence[SamplingParams], rng: Philox, logits: Float[Tensor, "B R"]) -> "_KernelDraws":
+    def of(cls, samplings: Sequence[SamplingParams], rng: Philox, logits: Float[Tensor, "B R"]) -> "KernelDraws":
         B, device = len(samplings), logits.device
         nothing = torch.zeros(B, dtype=torch.long, device=device)
         parameters = kernels.Parameters.of(samplings, samplings, seeds=rng.seeds, positions=rng.starts, lengths=nothing)

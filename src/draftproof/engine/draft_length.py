@@ -4,17 +4,22 @@ The choice is made before the draft, from earlier rounds alone, so it does not c
 (docs/why-it-is-exact.md, "Adaptive length").
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
-from draftproof.engine.request import (
-    Session,
-)
+import numpy as np
+import numpy.typing as npt
+
+from draftproof.engine.request import Session
+
+Floats = npt.NDArray[np.float64]
 
 LONGEST_DRAFT: Final = 16
 """Tokens in the longest draft that `AutoLength` asks for."""
+
+DEPTHS: Final = (0, 1, 2, 4, 6, 8, 12, 16)
+"""Draft lengths that are chosen from where all rows have the same: on a GPU each is a recording."""
 
 PROBE_LENGTH: Final = 2
 """Tokens in a probe: a draft that is asked for now and then where shorter drafts or none seem best."""
@@ -25,6 +30,9 @@ PROBE_BUDGET: Final = 0.01
 SPEED_TOLERANCE: Final = 0.005
 """Relative difference below which two speeds are equal. The longest of equal lengths is taken, because text that can be
 copied starts without notice."""
+
+LEAST_GAIN: Final = 0.02
+"""Gain in speed that drafting must promise: the best of many noisy estimates promises more than it keeps."""
 
 PRIOR_DRAFTS: Final = 2.0
 """Drafts that a new request's assumed acceptance rates weigh as much as."""
@@ -44,6 +52,12 @@ OUTLIER_FACTOR: Final = 1.5
 COMPUTE_BOUND: Final = 16
 """Positions from which a pass is assumed to take time in proportion to them; with fewer, reading weights dominates."""
 
+BLOCK: Final = 4
+"""Positions that the four-bit kernel multiplies at a time (models/int4_linear.py)."""
+
+LEAST_WIDTH: Final = 1e-6
+"""Chance at least that a draft token is drafted: gains are divided by it."""
+
 LEAST_SECONDS: Final = 1e-9
 """Seconds that a stage takes at least: a coarse clock may measure 0, and costs are divided by it."""
 
@@ -61,22 +75,39 @@ class AutoLength:
     coupled: bool = False
     """Whether rows that ask for no rule are verified by `coupled`."""
     measured: "Costs" = field(default_factory=lambda: Costs())
+    """Costs of rounds of one row."""
+    measured_together: dict[int, "Costs"] = field(default_factory=dict)
+    """Costs of rounds of more rows, by the powers of two between which their number is."""
     fixed: "Costs" = field(default_factory=lambda: Costs())
     records: dict[int, "DraftRecord"] = field(default_factory=dict)
     typical: "DraftRecord" = field(default_factory=lambda: DraftRecord())
     """Drafts of recent requests without a seed of their own: what the next such request is assumed to be like."""
 
-    def lengths(self, sessions: Sequence[Session]) -> list[int]:
-        """Return how many tokens to draft for each row."""
+    def costs(self, rows: int) -> "Costs":
+        """Return the costs of rounds of about so many rows.
+
+        A position of a further row costs more than one of the same row, which shares its keys and its draft steps: what
+        was measured for one row would make drafts of eight seem cheap.
+        """
+        if rows <= 1:
+            return self.measured
+        about = rows.bit_length()
+        if about not in self.measured_together:
+            self.measured_together[about] = self.measured.unmeasured()
+        return self.measured_together[about]
+
+    def lengths(self, sessions: Sequence[Session], rows: int | None = None) -> list[int]:
+        """Return how many tokens to draft for each row, in a round of `rows` (default: these)."""
         for session in sessions:
             if session.id not in self.records:
-                self.records[session.id] = DraftRecord() if self._reproduces(session) else self.typical.begun()
-        asked = {s.id: self._alone(self.records[s.id]) for s in sessions if self._reproduces(s)}
+                self.records[session.id] = DraftRecord() if self.reproduces(session) else self.typical.begun()
+        asked = {s.id: self._alone(self.records[s.id]) for s in sessions if self.reproduces(s)}
         free = [self.records[s.id] for s in sessions if s.id not in asked]
-        together = iter(self._together(free, len(asked) + sum(asked.values())))
+        costs = self.costs(len(sessions) if rows is None else rows)
+        together = iter(self._together(free, len(asked) + sum(asked.values()), costs))
         return [asked[s.id] if s.id in asked else next(together) for s in sessions]
 
-    def _reproduces(self, session: Session) -> bool:
+    def reproduces(self, session: Session) -> bool:
         """Return whether a request's text depends on its draft lengths, and must come out again with its seed."""
         rule = session.request.rule
         coupled = self.coupled if rule is None else rule == "coupled"
@@ -86,12 +117,14 @@ class AutoLength:
         [best] = best_lengths([record], self.fixed)
         return self._probed(record, best, 1, self.fixed.of_round(PROBE_LENGTH) - self.fixed.of_round(best))
 
-    def _together(self, records: Sequence["DraftRecord"], others: int) -> list[int]:
-        best = best_lengths(records, self.measured, others)
+    def _together(self, records: Sequence["DraftRecord"], others: int, costs: "Costs") -> list[int]:
+        best = best_lengths(records, costs, others)
         positions = others + len(records) + sum(best)
-        now = self.measured.of_pass(positions) if records else 1.0
-        extra = (self.measured.of_pass(positions + PROBE_LENGTH) - now + self.measured.of_draft()) / now
-        return [self._probed(record, k, len(records), extra) for record, k in zip(records, best, strict=True)]
+        now = costs.of_pass(positions) if records else 1.0
+        extra = costs.of_pass(positions + PROBE_LENGTH) - now + costs.of_drafting(PROBE_LENGTH)
+        if not any(best):
+            extra += costs.resume_cost
+        return [self._probed(record, k, len(records), extra / now) for record, k in zip(records, best, strict=True)]
 
     def _probed(self, record: "DraftRecord", best: int, rows: int, extra: float) -> int:
         """Ask for a probe instead of a short draft, if the row's share of the time for probes allows it."""
@@ -101,11 +134,12 @@ class AutoLength:
         budget = (record.rounds_since_probe + 1) * PROBE_BUDGET / rows
         return record.ask(PROBE_LENGTH if budget >= extra else best)
 
-    def record_draft(self, session: Session, drafted: int, accepted: int) -> None:
-        """Record how many tokens of one row's draft were accepted."""
+    def record_draft(self, session: Session, drafted: int, accepted: int, asked: int | None = None) -> None:
+        """Record how many tokens of one row's draft were accepted, of those `asked` for: by default the last choice."""
         record = self.records.setdefault(session.id, DraftRecord())
+        record.asked = record.asked if asked is None else asked
         record.update(drafted, accepted)
-        if not self._reproduces(session):
+        if not self.reproduces(session):
             self.typical.asked = record.asked
             self.typical.update(drafted, accepted)
 
@@ -116,7 +150,9 @@ class AutoLength:
 
     def record_time(self, seconds: dict[str, float], drafted: Sequence[int]) -> None:
         """Record the seconds by stage of a round, and how many tokens each row drafted."""
-        self.measured.update(seconds, len(drafted) + sum(drafted), max(drafted))
+        rows, longest = len(drafted), max(drafted)
+        positions = rows * (1 + longest) if self.measured.rectangular else rows + sum(drafted)
+        self.costs(rows).update(seconds, positions, longest)
 
 
 def best_lengths(records: Sequence["DraftRecord"], costs: "Costs", others: int = 0) -> list[int]:
@@ -126,25 +162,42 @@ def best_lengths(records: Sequence["DraftRecord"], costs: "Costs", others: int =
     average. With a rate g of continued drafts it is drafted with probability gᵏ⁻¹, and then widens the pass by one
     position; a step of drafting serves all rows. `others` are positions of rows whose lengths are not chosen here.
     """
-    candidates = sorted(
-        (-gain / width, depth, b, gain, width)
-        for b, record in enumerate(records)
-        for depth, gain, width in record.increments()
-    )
-    emitted, positions, deepest = float(len(records)), float(len(records) + others), 0
-    plain = emitted / costs.of_pass(positions) if records else 0.0
-    speeds = []
-    for _, depth, _, gain, width in candidates:
-        emitted, positions, deepest = emitted + gain, positions + width, max(deepest, depth)
-        steps = deepest if len(records) > 1 else positions - 1 - others
-        speeds.append(emitted / (costs.of_pass(positions) + steps * costs.of_draft()))
-    lengths = [0] * len(records)
-    if not speeds or max(speeds) <= plain:
-        return lengths
-    last = max(i for i, speed in enumerate(speeds) if speed >= (1 - SPEED_TOLERANCE) * max(speeds))
-    for _, depth, b, _, _ in candidates[: last + 1]:
-        lengths[b] = max(lengths[b], depth)
-    return lengths
+    B = len(records)
+    if not B:
+        return []
+    gains, widths = increments(records)
+    if costs.rectangular:
+        return [_best_depth(gains, costs, others)] * B
+    rows, depths = (index.ravel() for index in np.indices(gains.shape))
+    order = np.lexsort((rows, depths, -(gains / widths).ravel()))  # the likeliest first, whatever it is that is likely
+    rows, depths = rows[order], depths[order] + 1
+    emitted = B + gains.ravel()[order].cumsum()
+    positions = B + others + widths.ravel()[order].cumsum()
+    steps = np.maximum.accumulate(depths) if B > 1 else positions - 1 - others
+    speeds = emitted / (costs.of_passes(positions) + costs.of_drafting(steps))
+    lengths = np.zeros(B, dtype=np.int64)
+    if speeds.max() > (1 + LEAST_GAIN) * B / costs.of_pass(B + others):
+        last = np.flatnonzero(speeds >= (1 - SPEED_TOLERANCE) * speeds.max())[-1]
+        np.maximum.at(lengths, rows[: last + 1], depths[: last + 1])
+    return [int(length) for length in lengths]
+
+
+def _best_depth(gains: Floats, costs: "Costs", others: int) -> int:
+    """Return the draft length that is best for all rows at once, where each of them takes as long as the longest."""
+    B, depths = len(gains), np.array(DEPTHS)
+    emitted = B + np.concatenate([[0.0], gains.sum(0).cumsum()])[depths]
+    spent = costs.of_passes(B * (1.0 + depths) + others) + costs.of_drafting(depths)
+    speeds = emitted / spent
+    best = int(speeds.argmax())
+    return int(depths[best]) if speeds[best] > (1 + LEAST_GAIN) * speeds[0] else 0
+
+
+def increments(records: Sequence["DraftRecord"]) -> tuple[Floats, Floats]:
+    """Return, for each record and depth, the tokens that one more draft token adds, and its chance to be drafted."""
+    rates = np.array([(r.first.value, r.later.value, r.continued.value) for r in records])[:, :, None]
+    earlier = np.arange(LONGEST_DRAFT)  # draft tokens before this one
+    first, later = np.minimum(rates[:, :2], HIGHEST_RATE).swapaxes(0, 1)
+    return first * later**earlier, np.maximum(rates[:, 2] ** earlier, LEAST_WIDTH)
 
 
 @dataclass(slots=True)
@@ -175,13 +228,6 @@ class DraftRecord:
             DecayingRate(PRIOR_DRAFTS * rate.value, PRIOR_DRAFTS) for rate in (self.first, self.later, self.continued)
         )
         return DraftRecord(first, later, continued)
-
-    def increments(self) -> Iterator[tuple[int, float, float]]:
-        """Yield for each further draft token its depth, the tokens it adds on average, and its chance to be drafted."""
-        gain, width = min(self.first.value, HIGHEST_RATE), 1.0
-        for depth in range(1, LONGEST_DRAFT + 1):
-            yield depth, gain, width
-            gain, width = gain * min(self.later.value, HIGHEST_RATE), max(width * self.continued.value, 1e-6)
 
     def ask(self, length: int) -> int:
         """Remember the length asked for, and return it."""
@@ -230,25 +276,53 @@ class Costs:
     """Assumed cost of a further position."""
     draft_cost: float = 0.05
     """Assumed cost of a draft token."""
+    compute_bound: int = COMPUTE_BOUND
+    """Positions from which a pass is assumed to take time in proportion to them."""
+    rectangular: bool = False
+    """Whether a pass is as wide for every row as for the one with the longest draft."""
+    resume_cost: float = 0.0
+    """Assumed cost of a round that drafts after one that did not: a draft model reads on, the host waits for it."""
+    draft_start: float = 0.0
+    """Draft tokens that beginning a draft costs as much as: a head reads the target's new states first."""
+    block_cost: float = 0.0
+    """Assumed cost of a further BLOCK of positions, on top of theirs: a kernel may read the weights for each block."""
     pass_seconds: dict[int, "RunningMean"] = field(default_factory=dict)
     """Measured seconds of a pass, by positions: those of all rows, rounded where there are many."""
     draft_seconds: "RunningMean | None" = None
-    """Measured seconds of drafting one token."""
+    """Measured seconds of drafting one token, in rounds after one with a draft."""
+    drafting: bool = False
+    """Whether the last round had a draft. After a pause, and at first, a drafter also reads what it has missed."""
     _curve: list[tuple[float, float]] = field(default_factory=list)
+
+    def unmeasured(self) -> "Costs":
+        """Return the same assumed costs without any measured ones."""
+        return replace(self, pass_seconds={}, draft_seconds=None, drafting=False, _curve=[])
 
     def of_round(self, length: int | float) -> float:
         """Return the cost of a round with a draft of this length, which may be a mean."""
-        return length * self.of_draft() + self.of_pass(1 + length)
+        return float(self.of_drafting(length)) + self.of_pass(1 + length)
 
     def of_pass(self, width: int | float) -> float:
-        """Return the cost of a pass: interpolated between measured widths, with the assumed growth beyond them."""
-        i = bisect_left(self._curve, (width,))
-        below, low = self._curve[i - 1] if i else (1.0, 1.0)
-        if i == len(self._curve):
-            growth = low / below if below >= COMPUTE_BOUND else self.pass_growth
-            return low + growth * (width - below)
-        above, high = self._curve[i]
-        return low + (high - low) * (width - below) / (above - below)
+        """Return the cost of a pass over so many positions."""
+        return float(self.of_passes(np.array([float(width)]))[0])
+
+    def of_passes(self, widths: Floats) -> Floats:
+        """Return the costs of passes: interpolated between measured widths, with the assumed growth beyond them."""
+        known, costs = np.array([(1.0, 1.0), *self._curve]).T
+        last, beyond = known[-1], np.maximum(widths, known[-1])
+        found: Floats = np.interp(widths, known, costs)
+        if last >= self.compute_bound:
+            found += costs[-1] / last * (beyond - last)
+        else:
+            bound = max(self.compute_bound, 1 + LONGEST_DRAFT)
+            found += self._assumed(np.minimum(beyond, bound)) - self._assumed(last)
+            there = costs[-1] + self._assumed(bound) - self._assumed(last)
+            found += there / bound * np.maximum(widths - bound, 0)
+        return found
+
+    def of_drafting(self, length: Any) -> Any:
+        """Return the cost of a draft of this length, which may be a mean, or an array of them."""
+        return (length + self.draft_start * (length > 0)) * self.of_draft()
 
     def of_draft(self) -> float:
         """Return the cost of one draft token."""
@@ -266,16 +340,18 @@ class Costs:
             self.pass_seconds[width] = RunningMean(max(spent, LEAST_SECONDS))
         else:
             known.update(spent)
-        if drafted:
-            each = seconds.get("draft", 0.0) / drafted
+        if drafted and self.drafting:
+            each = seconds.get("draft", 0.0) / (drafted + self.draft_start)
             if self.draft_seconds is None:
                 self.draft_seconds = RunningMean(max(each, LEAST_SECONDS))
             else:
                 self.draft_seconds.update(each)
+        self.drafting = drafted > 0
         self._curve = self._measured()
 
-    def _assumed(self, width: int) -> float:
-        return 1 + self.pass_growth * (width - 1)
+    def _assumed(self, width: Any) -> Any:
+        """Return the assumed cost of a pass over so many positions, a number or an array."""
+        return 1 + self.pass_growth * (width - 1) + self.block_cost * ((width - 1) // BLOCK)
 
     def _base(self) -> "RunningMean | None":
         """Estimate the seconds of a pass over one position from the narrowest pass: if every round drafts, there is
@@ -332,7 +408,7 @@ class DraftLengths:
         """Return how many tokens to draft for each row."""
         asked = [self._asked(session) for session in sessions]
         free = [session for session, length in zip(sessions, asked, strict=True) if length == "auto"]
-        chosen = iter(self.auto.lengths(free))
+        chosen = iter(self.auto.lengths(free, len(sessions)))
         return [next(chosen) if length == "auto" else int(length) for length in asked]
 
     def _asked(self, session: Session) -> int | str:
@@ -341,9 +417,16 @@ class DraftLengths:
         length = session.request.num_draft_tokens
         return self.default if length is None else length
 
-    def record_draft(self, session: Session, drafted: int, accepted: int) -> None:
-        """Record how many tokens of one row's draft were accepted."""
-        self.auto.record_draft(session, drafted, accepted)
+    def record_draft(self, session: Session, drafted: int, accepted: int, asked: int | None = None) -> None:
+        """Record how many tokens of one row's draft were accepted, of those `asked` for."""
+        self.auto.record_draft(session, drafted, accepted, asked)
+
+    def follow_results(self, sessions: Sequence[Session]) -> bool:
+        """Return whether the next lengths depend on the last results in a way that a seed must reproduce."""
+        return any(self.is_auto(s) and self.auto.reproduces(s) for s in sessions)
+
+    def is_auto(self, session: Session) -> bool:
+        return self._asked(session) == "auto"
 
     def forget(self, sessions: Iterable[int]) -> None:
         """Drop what is known of requests that have ended."""

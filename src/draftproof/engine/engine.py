@@ -1,5 +1,6 @@
 """Generate text for prompts by speculative decoding, with exactly the target's distribution."""
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -59,7 +60,9 @@ class Engine:
     ) -> None:
         self.name = "draftproof"
         self.model, self.tokenizer, self.drafter, self.rule = model, tokenizer, drafter, rule
-        self.eos, self.limits, self.hf = frozenset(eos), limits or Limits(), hf
+        self.eos, self.limits = frozenset(eos), limits or Limits()
+        self.loaded = hf
+        """The target as it was passed in or loaded; the bundled model on four-bit weights is a `Llama`."""
         self.num_draft_tokens = num_draft_tokens
         self._parts = parts(model, drafter, rule)
         self._made: Loop | None = None
@@ -67,14 +70,23 @@ class Engine:
         check_length(num_draft_tokens)
 
     def __repr__(self) -> str:
-        target = type(self.hf).__name__ if self.hf is not None else type(self.model).__name__
+        target = type(self.model if self.loaded is None else self.loaded).__name__
         words = {"target": target, **self.description, "device": str(self.model.device)}
         return f"Engine({', '.join(f'{name}: {value}' for name, value in words.items())})"
 
     @property
+    def hf(self) -> Any:
+        """Return the target as a transformers model; None if it is a `Model` of another kind.
+
+        The bundled model on four-bit weights is made one now, on the same weights: importing transformers takes 3 s.
+        """
+        convert = getattr(self.loaded, "as_transformers", None)
+        return self.loaded if convert is None else convert()
+
+    @property
     def default_sampling(self) -> SamplingParams:
         """Return the sampling of a request that asks for none: the model's own settings, else temperature 0.7."""
-        settings = getattr(self.hf, "generation_config", None)
+        settings = getattr(self.loaded, "generation_config", None)
         if not getattr(settings, "do_sample", False):
             return SamplingParams(temperature=0.7)
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -229,8 +241,10 @@ class Engine:
         """Return the rounds of this engine; the pools are allocated when the first request comes."""
         with self._making:
             if self._made is None:
-                scheduler = scheduler_for(lambda: self._parts, self.limits, self.num_draft_tokens, self._max_length)
-                self._made = Loop(scheduler, self._extend)
+                # Weak: pools are freed with their engine, and do not wait for the garbage collector.
+                me = weakref.proxy(self)
+                scheduler = scheduler_for(lambda: me._parts, self.limits, self.num_draft_tokens, self._max_length)
+                self._made = Loop(scheduler, lambda session, emitted: me._extend(session, emitted))
             return self._made
 
     def _beams(

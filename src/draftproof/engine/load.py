@@ -61,13 +61,15 @@ def load(
     max_batch         rows that advance together; more requests wait
     max_length        most tokens of a text, prompt counted; default: the model's own limit
     kv_memory         memory of the KV pools on a CPU: bytes, or a share of what is free; it is taken as it is used
-    max_prefill_tokens  tokens of prompts read beside decoding rows in one round; default: one chunk of 64
+    max_prefill_tokens  tokens of prompts read beside decoding rows in one round; default: 64 of each, 512 in all
     branches          candidates at a node for rule="tree"; default 2 there (prompt-lookup: 1), and 1 elsewhere
     pack              lay out the weights of models loaded here for the CPU: a draft is then scored in about the time
                       of one token, for as much memory again as the output head
     graphs            on a GPU, record short passes and replay them: a pass takes longer to launch than to run
     weights           "float32" (the model's own, in `dtype`), "int4" or "int8": quantised for the CPU when loaded by
-                      name; the text then has the quantised model's distribution. "auto" is float32
+                      name; the text then has the quantised model's distribution. "auto" is int4 for the bundled model,
+                      whose file holds four bits, where the CPU has the instructions and no `dtype` is given, else
+                      float32
 
     A model object that is passed in is never altered, and stays on its device.
     """

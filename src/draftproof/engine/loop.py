@@ -3,6 +3,7 @@
 One thread at a time runs a round. Requests and cancellations of other threads are taken up between rounds.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,6 +29,13 @@ class Loop:
     _arriving: deque[Session] = field(default_factory=deque)
     _leaving: deque[Session] = field(default_factory=deque)
     _is_running: bool = False
+    _round_began: float | None = None
+
+    @property
+    def round_seconds(self) -> float:
+        """Return how long the present round has been running; 0 between rounds."""
+        began = self._round_began
+        return 0.0 if began is None else time.monotonic() - began
 
     @property
     def waiting(self) -> int:
@@ -62,12 +70,12 @@ class Loop:
             self._changed.wait_for(lambda: done() or self.rounds != before or not self._is_running)
             if done() or self.rounds != before:
                 return
-            self._is_running = True
+            self._is_running, self._round_began = True, time.monotonic()
         try:
             self.step()
         finally:
             with self._changed:
-                self._is_running = False
+                self._is_running, self._round_began = False, None
                 self.rounds += 1
                 self._changed.notify_all()
 

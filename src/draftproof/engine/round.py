@@ -148,7 +148,7 @@ def _drafts(sessions: Sequence[Session], k: Sequence[int], parts: Parts, rng: Ph
 
     A drafter sees all its rows in every call, so that it can follow them; rows of other rules ask for no tokens.
     """
-    rules = [_rule_of(session, parts) for session in sessions]
+    rules = [rule_of(session, parts) for session in sessions]
     drafting = [i for i, session in enumerate(sessions) if session.request.drafter]
     teams = []
     for rule in _distinct(rules):
@@ -189,7 +189,7 @@ def _only(team: Team, mine: list[int]) -> Team:
     return replace(part, errors=team.errors)
 
 
-def _rule_of(session: Session, parts: Parts) -> str | Verifier:
+def rule_of(session: Session, parts: Parts) -> str | Verifier:
     """Return a row's rule. A row without a drafter decodes as `coupled` does: each token by its position's numbers."""
     if not session.request.drafter:
         return "coupled"

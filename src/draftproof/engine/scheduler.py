@@ -8,16 +8,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from draftproof.core.device import current_device
+from draftproof.core.device import current_device, is_cpu
 from draftproof.core.sampling import is_whole
 from draftproof.drafters.interface import TargetOutputs
 from draftproof.drafters.pooling import CachingDrafter, DrafterState
-from draftproof.engine.draft_length import AutoLength, DraftLengths
+from draftproof.engine.draft_length import AutoLength, Costs, DraftLengths
 from draftproof.engine.prefix_cache import MOST_IDLE, Found, PrefixCache
 from draftproof.engine.request import Session, TokenLogprobs
 from draftproof.engine.round import Clock, Emitted, Parts, advance
@@ -27,12 +27,18 @@ from draftproof.models.pool import PoolFull, pages_within
 from draftproof.models.rows import PackedModel, PooledRows, Read, Reading, RectangularRows, open_rows
 from draftproof.rules import RULES, resolve
 
+if TYPE_CHECKING:
+    from draftproof.engine.device_round import DeviceRounds, Flight
+
 RESERVED: int = 256
 """Tokens of output that a row has room for when it enters; a longer text grows, in place where it can."""
 
 CHUNKS_ALONE: int = 8
-"""Chunks of prompts that are read in one pass while no row decodes: larger passes are hardly faster on a CPU."""
+"""Chunks of prompts that are read in one pass while no row decodes: larger passes are hardly faster on a CPU. More are
+not read beside rows that are streamed either."""
 
+ATTENTION_DOUBLES: int = 2048
+"""Tokens before a token at which attending to them takes about as long as all else of reading it."""
 
 PREFILL_PER_ROW: int = 4
 """Tokens of prompts read in a round for each row that decodes: a round then takes about three times as long at most."""
@@ -48,8 +54,9 @@ class Limits:
     max_batch           rows that advance together
     max_length          tokens of a text, prompt included; None: the model's own limit
     kv_memory           memory of the KV pools: bytes, or a share of what is free when the first request comes
-    max_prefill_tokens  tokens of prompts that are read in one round, in whole chunks; None: one chunk beside rows that
-                        are streamed (or 4 tokens for each, if that is more), so that their tokens keep coming
+    max_prefill_tokens  tokens of prompts that are read in one round, in whole chunks; None: beside rows that are
+                        streamed one chunk for each prompt that is being read, 8 at most (or 4 tokens for each row, if
+                        that is more), so that their tokens keep coming
     """
 
     max_batch: int = 8
@@ -101,6 +108,12 @@ class Scheduler:
     running: list[Session] = field(default_factory=list)
     """Rows that decode, oldest first."""
     prefixes: PrefixCache = field(default_factory=PrefixCache)
+    device_rounds: "DeviceRounds | None" = None
+    """Rounds that need nothing of the host, where rows lie in a pool on a GPU."""
+    flight: "Flight | None" = None
+    """The round under way there."""
+    needs_host: bool = False
+    """Whether the next round must be run by the host: a row has a fault, or its draft model has no room."""
 
     @property
     def idle(self) -> bool:
@@ -114,7 +127,11 @@ class Scheduler:
             self._admit(parts)
             if self.rows.chunk is None and (failed := self._read_whole(parts)):
                 return failed
-            lengths = self._lengths_with_room(parts)
+            wanted = self._wanted_lengths()
+            stays = self._stays_on_device(parts)
+            if self.flight is not None and not (stays and self._can_follow(self.flight, wanted, parts)):
+                return self._land_last(self.flight)
+            lengths = self._lengths_with_room(wanted, parts)
             reading = self._chunks(parts)
             clock = Clock()
             running = list(self.running)
@@ -122,11 +139,18 @@ class Scheduler:
                 return []
             before = launches.total()
             try:
+                if stays:
+                    landed = self._device_round([wanted[s.id] for s in running], lengths, parts, clock, reading)
+                    if landed is not None:
+                        return landed
+                self.needs_host = False
                 emitted, read = self._round(running, lengths, parts, clock, reading)
             except Exception as error:  # the pass itself failed: none of its rows can go on
+                self._drop_flight()
                 return _failed([*running, *{s.id: s for s, _ in reading}.values()], error)
             failed = self._record_reading(reading, read, parts, clock)
-            self._record(running, emitted, clock, is_typical=not reading and launches.total() == before)
+            is_typical = not reading and launches.total() == before
+            self._record(running, emitted, lengths, clock.seconds, is_typical=is_typical)
             return [*zip(running, emitted, strict=True), *failed]
 
     def _round(
@@ -142,6 +166,75 @@ class Scheduler:
             return advance(running, lengths, self.rows, parts, clock, chunks)
         with clock("prefill"):
             return [], self.rows.score([], layers=parts.features.layers, reading=chunks).read
+
+    # ---------------------------------------------------------------------------------- rounds that stay on a GPU
+
+    def _stays_on_device(self, parts: Parts) -> bool:
+        """Return whether the next round needs nothing of the host between its stages."""
+        rounds = self.device_rounds
+        if rounds is None or not self.running or self.needs_host:
+            return False
+        return rounds.refusal(self.running, parts) is None
+
+    def _can_follow(self, flight: "Flight", wanted: dict[int, int], parts: Parts) -> bool:
+        """Return whether a round can start before the results of the one under way are known."""
+        assert self.device_rounds is not None
+        if self.lengths.follow_results(self.running):
+            return False
+        lengths = self.device_rounds.limited(self.running, [wanted[s.id] for s in self.running])
+        return self.device_rounds.can_follow(flight, self.running, lengths, parts)
+
+    def _device_round(
+        self,
+        wanted: list[int],
+        lengths: list[int],
+        parts: Parts,
+        clock: Clock,
+        reading: list[tuple[Session, Reading]],
+    ) -> list[tuple[Session, Emitted]] | None:
+        """Start a round, and return what the one before emitted; None if it cannot be started, and none is under way.
+
+        wanted   draft lengths before they are limited to the room that is left, as far as the host knows; the device
+                 knows better, and an end that is near would be a recording of its own
+        reading  prompts that are read between the two rounds
+        """
+        rounds = self.device_rounds
+        assert rounds is not None
+        landing, running = self.flight, list(self.running)
+        self.flight = rounds.launch(running, rounds.limited(running, wanted), lengths, parts)
+        if self.flight is None:
+            self.needs_host = True
+            return None if landing is None else self._land_last(landing)
+        failed: list[tuple[Session, Emitted]] = []
+        if reading:
+            with clock("prefill"):
+                read = self.rows.score([], reading=[chunk for _, chunk in reading]).read
+            failed = self._record_reading(reading, read, parts, clock)
+        return [*self._land(landing, is_typical=not reading), *failed]
+
+    def _land(self, flight: "Flight | None", *, is_typical: bool) -> list[tuple[Session, Emitted]]:
+        """Wait for a round, and return what it emitted."""
+        if flight is None or self.device_rounds is None:
+            return []
+        results, faulty = self.device_rounds.land(flight, self.running)
+        self.needs_host |= faulty
+        rows, emitted = [session for session, _ in results], [each for _, each in results]
+        asked = [flight.asked[session.id] for session in rows]
+        is_typical = is_typical and flight.is_typical
+        self._record(rows, emitted, asked, flight.seconds(), is_typical=is_typical, width=flight.K)
+        return results
+
+    def _land_last(self, flight: "Flight") -> list[tuple[Session, Emitted]]:
+        """Wait for the round under way without starting another: the host then knows all rows."""
+        try:
+            return self._land(flight, is_typical=True)
+        finally:
+            self._drop_flight()
+
+    def _drop_flight(self) -> None:
+        self.flight = None
+        if self.device_rounds is not None:
+            self.device_rounds.clear()
 
     # ------------------------------------------------------------------------------------------ entering and leaving
 
@@ -176,6 +269,8 @@ class Scheduler:
         self.waiting = deque(s for s in self.waiting if s.id not in gone)
         self.reading = [s for s in self.reading if s.id not in gone]
         self.running = [s for s in self.running if s.id not in gone]
+        if not self.running:
+            self._drop_flight()
         self.lengths.forget(gone)
 
     def _rest(self, session: Session, state: DrafterState) -> None:
@@ -258,14 +353,25 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------- making room
 
-    def _lengths_with_room(self, parts: Parts) -> list[int]:
-        """Choose draft lengths, and make room for each row's draft; rows for which there is none are preempted."""
-        wanted = self.lengths.choose(self.running)
-        chosen = {s.id: self._limited(s, k) for s, k in zip(self.running, wanted, strict=True)}
+    def _wanted_lengths(self) -> dict[int, int]:
+        """Choose draft lengths; on a GPU "auto" is limited to lengths that are recorded."""
+        wanted = {s.id: k for s, k in zip(self.running, self.lengths.choose(self.running), strict=True)}
+        if self.device_rounds is not None:
+            for session in self.running:
+                if self.lengths.is_auto(session):
+                    wanted[session.id] = self.device_rounds.recorded_length(wanted[session.id])
+        return wanted
+
+    def _lengths_with_room(self, wanted: dict[int, int], parts: Parts) -> list[int]:
+        """Limit draft lengths, and make room for each row's draft; rows for which there is none are preempted."""
+        limited = {session.id: self._limited(session, wanted[session.id]) for session in self.running}
         for session in list(self.running):
             if session.saved is None:  # not preempted for an older one
-                self._make_room(session, len(session.tokens) + chosen[session.id], parts)
-        return [chosen[s.id] for s in self.running]
+                tokens = len(session.tokens) + limited[session.id]
+                if self.device_rounds is not None:
+                    tokens = max(tokens, self.device_rounds.needed(session))
+                self._make_room(session, tokens, parts)
+        return [limited[s.id] for s in self.running]
 
     def _make_room(self, session: Session, tokens: int, parts: Parts) -> None:
         while True:
@@ -312,13 +418,13 @@ class Scheduler:
     def _chunks(self, parts: Parts) -> list[tuple[Session, Reading]]:
         """Choose the chunks of prompts that are read in this round, oldest request first.
 
-        Chunks begin at multiples of their size, so that a chunk's keys and values depend on its tokens alone.
+        Chunks end at fixed positions, so that a chunk's keys and values depend on its tokens alone. The first is always
+        read, others if there is time: a token takes longer the more there are before it.
         """
-        size = self.rows.chunk
-        if size is None:
+        if not isinstance(self.rows, PooledRows):
             return []
         chunks: list[tuple[Session, Reading]] = []
-        budget = self._prefill_budget(size)
+        budget: float = self._prefill_budget(self.rows.chunk or PAGE)
         for session in self.reading:
             if budget <= 0:
                 break
@@ -330,9 +436,12 @@ class Scheduler:
                     self._reuse(session, found, parts)
             at, stop = session.read, len(session.request.prompt) - 1
             while at < stop and budget > 0:
-                end = min(stop, at - at % size + size)
+                end = min(stop, self.rows.chunk_end(at))
+                cost = (end - at) * (1 + at / ATTENTION_DOUBLES)
+                if chunks and cost > 2 * budget:  # less than half of it is within the budget
+                    return chunks
                 chunks.append((session, Reading(session.id, session.request.prompt[at:end], _scores_prompt(session))))
-                budget -= end - at
+                budget -= cost
                 at = end
         return chunks
 
@@ -345,13 +454,18 @@ class Scheduler:
     def _prefill_budget(self, size: int) -> int:
         """Return how many tokens of prompts are read in this round.
 
-        Where nobody watches the tokens come, the order of work does not matter, and large passes save overhead.
+        Where nobody watches the tokens come, the order of work does not matter, and large passes save overhead. Where
+        somebody does, a round has a token for each row that decodes and a chunk for each whose prompt is being read: a
+        long prompt does not hold up the others, and many requests that come together soon decode together.
         """
         if self.max_prefill_tokens is not None:
             return max(size, self.max_prefill_tokens)
         if all(session.listener is None for session in self.running):
             return max(CHUNKS_ALONE * size, PREFILL_UNWATCHED * self.max_batch)
-        return max(size, PREFILL_PER_ROW * len(self.running))
+        return max(size * min(CHUNKS_ALONE, len(self.reading)), PREFILL_PER_ROW * len(self.running))
+
+    def _is_whole_chunk(self, start: int, tokens: int) -> bool:
+        return isinstance(self.rows, PooledRows) and self.rows.chunk_end(start) == start + tokens
 
     def _record_reading(
         self, reading: list[tuple[Session, Reading]], read: list[Read], parts: Parts, clock: Clock
@@ -364,7 +478,7 @@ class Scheduler:
         state, total = DrafterState(parts.drafter), max(1, sum(len(chunk.tokens) for _, chunk in reading))
         for (session, chunk), states in zip(reading, read, strict=True):
             n = len(chunk.tokens)
-            if self.rows.chunk == n and session.read == session.whole_chunks:
+            if session.read == session.whole_chunks and self._is_whole_chunk(session.read, n):
                 session.whole_chunks += n
             session.read += n
             if states.hidden and session.request.drafter:
@@ -383,15 +497,26 @@ class Scheduler:
         self.reading = [s for s in self.reading if s.id not in done]
         return list(failed.values())
 
-    def _record(self, rows: list[Session], emitted: list[Emitted], clock: Clock, *, is_typical: bool) -> None:
-        for session, row in zip(rows, emitted, strict=True):
+    def _record(
+        self,
+        rows: list[Session],
+        emitted: list[Emitted],
+        asked: list[int],
+        seconds: dict[str, float],
+        *,
+        is_typical: bool,
+        width: int | None = None,
+    ) -> None:
+        """Record a round for its rows; `width`: draft tokens that were drawn for each, if not as many as each has."""
+        for session, row, length in zip(rows, emitted, asked, strict=True):
             session.stats.record_round(row.drafted, row.accepted)
             session.target_outputs = row.target_outputs
-            self.lengths.record_draft(session, row.drafted, row.accepted)
-            for stage, seconds in clock.seconds.items():
-                session.stats.seconds[stage] += seconds / len(rows)
+            self.lengths.record_draft(session, row.drafted, row.accepted, length)
+            for stage, spent in seconds.items():
+                session.stats.seconds[stage] += spent / len(rows)
         if rows and is_typical:
-            self.lengths.record_time(clock.seconds, [row.drafted for row in emitted])
+            drafted = [row.drafted for row in emitted] if width is None else [width] * len(rows)
+            self.lengths.record_time(seconds, drafted)
 
 
 def _failed(sessions: Iterable[Session], error: Exception) -> list[tuple[Session, Emitted]]:
@@ -444,11 +569,25 @@ def scheduler_for(
     if isinstance(drafter, CachingDrafter):
         # Twice the pages, and two for each row: a draft ends after its text, and runs must be found at once.
         drafter.open_pool(2 * (pages + limits.max_batch))
+    rows, assumed = open_rows(model, pages), getattr(model, "assumed_costs", {})
     return Scheduler(
         parts,
-        open_rows(model, pages),
-        DraftLengths(num_draft_tokens, AutoLength(resolve(parts().rule) is RULES["coupled"])),
+        rows,
+        DraftLengths(
+            num_draft_tokens,
+            AutoLength(resolve(parts().rule) is RULES["coupled"], Costs(**assumed), fixed=Costs(**assumed)),
+        ),
         limits.max_batch,
         max_length,
         limits.max_prefill_tokens,
+        device_rounds=_device_rounds(rows, limits.max_batch, max_length),
     )
+
+
+def _device_rounds(rows: object, max_batch: int, max_length: int | None) -> "DeviceRounds | None":
+    if not isinstance(rows, PooledRows) or is_cpu(rows.pool.device):
+        return None
+    from draftproof.engine.device_round import DeviceRounds
+    from draftproof.models.device_rows import DeviceRows
+
+    return DeviceRounds(rows, max_batch, max_length) if isinstance(rows, DeviceRows) else None

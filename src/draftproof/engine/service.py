@@ -4,10 +4,12 @@ Every request streams on its own, may be cancelled, and fails alone.
 """
 
 import asyncio
+import ctypes
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from threading import Condition, Lock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from draftproof.core.sampling import SamplingParams, is_whole
 from draftproof.engine.request import Chunk, Output, Session, TokenLogprobs, raise_error
@@ -16,6 +18,9 @@ from draftproof.models.tokenizer import OnePrompt
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Engine
+
+OMP_PAUSE_HARD: Final = 2
+"""OpenMP's request to give up all that it holds; it starts again when it is needed."""
 
 
 class QueueFullError(RuntimeError):
@@ -150,6 +155,7 @@ class Service:
         self._lock = Lock()
         """Held while a request is submitted, so that none arrives after the last look at those that run."""
         self._is_closing = False
+        end_openmp_threads()
         self._thread = Thread(target=self._run, name="draftproof service", daemon=True)
         self._thread.start()
 
@@ -185,6 +191,11 @@ class Service:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._is_closing and self.failure is None
+
+    @property
+    def round_seconds(self) -> float:
+        """Return how long the present round has been running; 0 between rounds. A device that hangs shows here."""
+        return self._loop.round_seconds
 
     @property
     def running(self) -> int:
@@ -248,3 +259,17 @@ class Service:
                 session.finish_reason, session.cause = "error", error
                 session.error = f"request {session.id}: the service failed: {type(error).__name__}: {error}"
                 session.notify([])
+
+
+def end_openmp_threads() -> None:
+    """End the OpenMP threads that the calling thread has from loading a model; it gets others when it needs them.
+
+    Every thread that computes has a team of its own. If the teams together have more threads than there are cores,
+    GNU's OpenMP lets all of them sleep between two loops, and waking them took a third of a round. LLVM's OpenMP waits
+    in another way, and would end the teams of all threads.
+    """
+    if os.name != "posix":
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "omp_pause_resource_all") and not hasattr(library, "kmp_set_blocktime"):
+        library.omp_pause_resource_all(OMP_PAUSE_HARD)

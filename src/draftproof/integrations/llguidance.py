@@ -6,8 +6,9 @@ The mask is computed at every scored position. So the text matches the grammar u
 distribution of plain decoding with the same masks.
 """
 
+import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,11 +18,25 @@ from torch import Tensor
 
 from draftproof.engine.engine import Engine
 
+WHITESPACE: Final = r" |\r?\n[ \t]{0,64}"
+"""White space between two parts of a JSON text: a space, or a new line with an indentation.
+
+JSON allows any amount of it, and a model that has begun to repeat new lines would never end its text.
+"""
+
 
 def json_schema(schema: str | Mapping[str, Any], engine: Engine) -> "Grammar":
-    """Allow JSON texts that match this schema."""
-    matcher = _library().LLMatcher
-    return _grammar(matcher.grammar_from_json_schema(schema if isinstance(schema, str) else dict(schema)), engine)
+    """Allow JSON texts that match this schema, with white space as in `WHITESPACE`.
+
+    A schema with llguidance's own "x-guidance" says itself which white space there may be.
+    """
+    read = json.loads(schema) if isinstance(schema, str) else dict(schema)
+    return _grammar(_library().LLMatcher.grammar_from_json_schema(with_limited_whitespace(read)), engine)
+
+
+def with_limited_whitespace(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose texts have white space as in `WHITESPACE`, unless it says something else itself."""
+    return {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}
 
 
 def regex(pattern: str, engine: Engine) -> "Grammar":
@@ -86,7 +101,9 @@ def _tokenizer(engine: Engine) -> Any:
 
     made = _tokenizers.get(engine)
     if made is None:
-        made = from_tokenizer(engine.tokenizer, n_vocab=engine.model.vocab_size, eos_token=sorted(engine.eos))
+        tokenizer: Any = engine.tokenizer
+        tokenizer = getattr(tokenizer, "as_transformers", lambda: tokenizer)()
+        made = from_tokenizer(tokenizer, n_vocab=engine.model.vocab_size, eos_token=sorted(engine.eos))
         _tokenizers[engine] = made
     return made
 

@@ -74,6 +74,11 @@ class SlotCache:
         self._upper_bound, self._host_lengths = self.bound, on_host
         self._lengths = self._to_own_device(lengths)
 
+    def read_lengths(self) -> list[int]:
+        """Return the lengths on the host: without a sync, unless `counts` or lengths were given on a GPU."""
+        lengths: list[int] = (self._lengths if self._host_lengths is None else self._host_lengths).tolist()
+        return lengths
+
     @property
     def is_plain_causal(self) -> bool:
         """Return whether this pass needs no mask.

@@ -9,17 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
 
 from draftproof.core.device import is_cpu, runs_kernels
 from draftproof.core.types import InexactError
 from draftproof.models.interface import Model
+from draftproof.models.transformers_types import PreTrainedConfig, PreTrainedModel
 
 TESTED_FAMILIES = frozenset(
     [
@@ -29,10 +23,10 @@ TESTED_FAMILIES = frozenset(
 )
 """Model types that tests/models/test_hf.py compares with a plain forward; all others are probed."""
 
-SHORTENABLE = (DynamicLayer, DynamicSlidingWindowLayer)
+SHORTENABLE = ("DynamicLayer", "DynamicSlidingWindowLayer")
 """Cache layers of transformers that a slot cache can replace: one key and one value for each token."""
 
-RECURRENT = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+RECURRENT = ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
 """Cache layers of transformers that hold recurrent states, which models/recurrent.py rolls back by replay."""
 
 POSITIONS_BY_SLOT = {
@@ -57,7 +51,7 @@ PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def has_recurrent_layers(model: PreTrainedModel) -> bool:
     """Return whether some layers of the model keep recurrent states in transformers' cache."""
-    return any(type(layer) in RECURRENT for layer in DynamicCache(config=decoder_config(model)).layers)
+    return any(kind in RECURRENT for kind in _layer_kinds(decoder_config(model)))
 
 
 def refuse_unsupported(model: PreTrainedModel, *, recurrent: bool = False) -> None:
@@ -72,11 +66,11 @@ def refuse_unsupported(model: PreTrainedModel, *, recurrent: bool = False) -> No
     _refuse_placement(model)
     if family in POSITIONS_BY_SLOT:
         raise InexactError(f"{name} cannot be served in ragged batches and trees: {POSITIONS_BY_SLOT[family]}")
-    served = (DynamicLayer, *RECURRENT) if recurrent else SHORTENABLE
-    for index, layer in enumerate(DynamicCache(config=decoder_config(model)).layers):
-        if type(layer) not in served:
+    served = (SHORTENABLE[0], *RECURRENT) if recurrent else SHORTENABLE
+    for index, kind in enumerate(_layer_kinds(decoder_config(model))):
+        if kind not in served:
             raise InexactError(
-                f"{name} cannot roll back after a rejection: layer {index} keeps a {type(layer).__name__}, a state "
+                f"{name} cannot roll back after a rejection: layer {index} keeps a {kind}, a state "
                 "that cannot be shortened. Use a model with attention in every layer, or transformers' own generate"
             )
     if getattr(model, "_is_stateful", False) and not recurrent:
@@ -192,7 +186,14 @@ def head_size(model: PreTrainedModel) -> int:
 
 def cached_layers(config: PreTrainedConfig) -> int:
     """Count the layers with keys and values of their own; some models share them between layers."""
-    return len(DynamicCache(config=config).layers)
+    return len(_layer_kinds(config))
+
+
+def _layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """Return the classes of transformers' cache layers for a model, by name."""
+    from transformers import DynamicCache
+
+    return [type(layer).__name__ for layer in DynamicCache(config=config).layers]
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

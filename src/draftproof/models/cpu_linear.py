@@ -15,6 +15,12 @@ from torch import Tensor, nn
 LAYOUT_ROWS = 8
 """Rows for which oneDNN chooses the layout. It serves any number: from 1 to 128 rows none was slower than unpacked."""
 
+EXACT_ROWS = 16
+"""Rows up to which a product has as many as its input has; larger ones are padded, see `padded_rows`."""
+
+COARSEST_STEP = 32
+"""Rows by which the numbers of rows of large products differ."""
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -126,8 +132,27 @@ def _row_alone_is_the_same(packed: Tensor, inputs: int) -> bool:
 
 
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return result
+    rows = x.numel() // x.shape[-1]
+    wanted = padded_rows(rows)
+    if wanted == rows:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return result
+    padded = x.new_zeros((wanted, x.shape[-1]))
+    padded[:rows] = x.reshape(rows, -1)
+    made: Tensor = torch.ops.mkldnn._linear_pointwise(padded, packed, bias, "none", [], "")
+    return made[:rows].view(*x.shape[:-1], -1)
+
+
+def padded_rows(rows: int) -> int:
+    """Return the number of rows with which a product of so many is computed: 5 % more on average.
+
+    oneDNN compiles a kernel of 0.6 MB for every number of rows and shape of weights, and keeps 1024 of them. A server
+    meets hundreds of numbers.
+    """
+    if rows <= EXACT_ROWS:
+        return rows
+    step = min(COARSEST_STEP, (1 << (rows - 1).bit_length()) // 16)
+    return -(-rows // step) * step
 
 
 def _linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:

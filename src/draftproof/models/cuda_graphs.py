@@ -7,10 +7,10 @@ parents of a tree. A graph stays valid until the cache's buffers are replaced.
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -59,14 +59,14 @@ class GraphCache:
             if graphs.times[kind, reach] < WARMUP_PASSES:
                 return body(*inputs)
             if graphs.times[kind, reach] == WARMUP_PASSES:
-                return self._rehearse(body, inputs)
+                return self.rehearse(body, inputs)
             found = self._capture(body, inputs, reach, graphs)
             if found is None:
                 return body(*inputs)
             graphs.by_kind[kind] = found
         return found.replay(inputs)
 
-    def _rehearse(self, body: Body, inputs: Tensors) -> Tensors:
+    def rehearse(self, body: Body, inputs: Tensors) -> Tensors:
         """Return `body(*inputs)`, and refuse to capture it if it synchronises with the device.
 
         During a capture a sync is an error from which torch's allocator and random numbers do not recover.
@@ -74,7 +74,7 @@ class GraphCache:
         with sync_warnings() as syncs:
             outputs = body(*inputs)
         if syncs:
-            self._refuse(f"it synchronises with the device ({syncs[0]})")
+            self.refuse(f"it synchronises with the device ({syncs[0]})")
         return outputs
 
     def _capture(self, body: Body, inputs: Tensors, reach: int, graphs: "CapturedGraphs") -> "CapturedGraph | None":
@@ -83,14 +83,70 @@ class GraphCache:
         try:
             graph, outputs = capture(lambda: body(*memory), graphs, memory[0].device)
         except Exception as error:  # a model's forward may raise anything; its passes are then launched as usual
-            reason = error.__context__ or error
-            self._refuse(f"{type(reason).__name__}: {reason}")
+            self.refuse(error)
             return None
         return CapturedGraph(reach, graph, memory, outputs)
 
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str | Exception) -> None:
+        """Capture nothing from now on, and warn why."""
+        if isinstance(reason, Exception):
+            cause = reason.__context__ or reason
+            reason = f"{type(cause).__name__}: {cause}"
         self.refusal = reason
         warnings.warn(f"passes are launched one kernel at a time, as they cannot be recorded: {reason}", stacklevel=2)
+
+
+@dataclass(slots=True)
+class RecordedStages:
+    """Work in stages, each given what the one before returned, captured as one CUDA graph a stage.
+
+    Unlike a pass of `GraphCache`, it reads and writes memory that never moves, and its results are valid until the next
+    run.
+    """
+
+    policy: GraphCache
+    graphs: "CapturedGraphs"
+    runs: int = 0
+    recorded: list[tuple[torch.cuda.CUDAGraph, Tensors]] = field(default_factory=list)
+
+    def run(self, stages: Sequence[Body], tokens: Int[Tensor, "B T"], between: Callable[[], None]) -> Tensors:
+        """Run all stages, by replay from the second time on; `between` is called after each.
+
+        tokens  as many as the widest stage has: they decide whether the stages are worth recording
+        """
+        if self.policy.refusal is not None or not capturable(tokens):
+            return self._launch(stages, between)
+        if not self.recorded:
+            launches["first passes"] += 1
+            self.runs += 1
+            if self.runs == 1:
+                return self.policy.rehearse(lambda: self._launch(stages, between), ())
+            if not self._record(stages, tokens.device):
+                return self._launch(stages, between)
+        for graph, _ in self.recorded:
+            graph.replay()
+            between()
+        return self.recorded[-1][1]
+
+    def _launch(self, stages: Sequence[Body], between: Callable[[], None]) -> Tensors:
+        outputs: Tensors = ()
+        for stage in stages:
+            outputs = stage(*outputs)
+            between()
+        return outputs
+
+    def _record(self, stages: Sequence[Body], device: torch.device) -> bool:
+        """Capture all stages without running them; return False, with a refusal, if one of them fails."""
+        outputs: Tensors = ()
+        try:
+            for stage in stages:
+                graph, outputs = capture(partial(stage, *outputs), self.graphs, device)
+                self.recorded.append((graph, outputs))
+        except Exception as error:  # as in `GraphCache`
+            self.recorded.clear()
+            self.policy.refuse(error)
+            return False
+        return True
 
 
 def capturable(tokens: Int[Tensor, "B T"]) -> bool:

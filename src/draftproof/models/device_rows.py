@@ -34,6 +34,9 @@ class DeviceRows(PooledRows):
         capacity = slots if longest is None else min(slots, longest + WIDEST)
         self._device_pool = DevicePool(self.pool.keys, self.pool.values, slots, capacity)
 
+    def chunk_end(self, position: int) -> int:
+        return position - position % DEVICE_CHUNK + DEVICE_CHUNK
+
     def score(self, blocks: Sequence[Block], *, layers: Sequence[int] = (), reading: Sequence[Reading] = ()) -> Scores:
         """Read prompts in one packed pass, then score each block in a pass of its own."""
         read = super().score([], layers=layers, reading=reading).read
@@ -71,6 +74,25 @@ class DeviceRows(PooledRows):
             tokens, places, self._device_pool, parents=parents, last=last, layers=layers
         )
         return Forward(forward.logits[:b], tuple(states[:b] for states in forward.hidden))
+
+    def launch(
+        self, tokens: Int[Tensor, "B T"], places: Int[Tensor, "3 B"], *, last: bool = False
+    ) -> Float[Tensor, "B J V"]:
+        """Run a pass whose rows and lengths only the device knows, as a part of something larger; see `DevicePass`."""
+        forward: Forward = self._run.device_pass(tokens, places, self._device_pool, last=last, recorded=False)
+        return forward.logits
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    def start(self, row: int) -> int:
+        """Return a row's first slot."""
+        return self.pool.rows[row].extent.start
+
+    def fits(self, row: int, tokens: int) -> bool:
+        """Return whether a row has room for so many tokens where it is."""
+        return tokens <= self.pool.rows[row].extent.slots
 
     def keep(self, rows: Sequence[int], counts: Sequence[int], path: Int[Tensor, "b K"] | None = None) -> None:
         if path is not None and path.shape[1]:

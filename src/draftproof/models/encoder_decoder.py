@@ -27,9 +27,9 @@ from draftproof.models.compatibility import (
     max_positions,
     refuse_unsupported,
 )
-from draftproof.models.hf import check_layers, check_pass
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import additive_mask, chain_view
+from draftproof.models.packed import check_layers, check_pass
 from draftproof.models.probe import probe_causality
 from draftproof.models.weight_sharing import run_once, structural_copy
 

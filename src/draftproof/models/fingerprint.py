@@ -5,6 +5,7 @@ follow a replaced parameter or module, another device or dtype, a changed attrib
 hook: those change the fingerprint.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Any, Final, Generic, TypeVar
@@ -12,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedConfig
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def _value(value: Any, configs: dict[int, Fingerprint]) -> Any:
         return tuple((_value(name, configs), _value(each, configs)) for name, each in value.items())
     if isinstance(value, list | tuple | set | frozenset):
         return tuple(_value(each, configs) for each in value)
-    if isinstance(value, PreTrainedConfig | GenerationConfig):
+    if _is_config(value):
         if id(value) not in configs:  # most modules refer to the same one
             configs[id(value)] = ()
             configs[id(value)] = tuple((name, _value(each, configs)) for name, each in vars(value).items())
@@ -100,3 +100,9 @@ def _value(value: Any, configs: dict[int, Fingerprint]) -> Any:
     if isinstance(value, Tensor) and not value.is_inference():
         return (id(value), value._version)  # neither parameter nor buffer: a copy has its own
     return (type(value), id(value))
+
+
+def _is_config(value: Any) -> bool:
+    """Return whether this is a configuration of transformers; without transformers there is none."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(value, transformers.PreTrainedConfig | transformers.GenerationConfig)

@@ -25,9 +25,13 @@ CLOSE: Final = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5
 """How far a replacement may be from its module, as a share of the largest number: a few roundings of the dtype."""
 
 
+MERGED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers of one module that read the same input, and are one product."""
+
+
 @dataclass(slots=True)
 class Fusion:
-    """What was replaced in a model: modules by kind, and bytes of merged weights."""
+    """What was replaced in a model: modules by kind, and bytes of weights that were copied to be merged."""
 
     norms: int = 0
     attentions: int = 0
@@ -52,12 +56,29 @@ def fuse(model: PreTrainedModel) -> Fusion:
             if (gated := FusedMLP.of(child)) is not None:
                 setattr(layer, part, gated)
                 made.gates += 1
-                made.bytes += gated.merged.nbytes
+                made.bytes += _copied(gated.merged, child)
             elif (attention := FusedAttention.of(child)) is not None:
                 setattr(layer, part, attention)
                 made.attentions += 1
-                made.bytes += attention.merged.nbytes
+                made.bytes += _copied(attention.merged, child)
     return made
+
+
+@torch.no_grad()
+def lay_side_by_side(model: nn.Module) -> None:
+    """Move weights that will be merged into one buffer each, so that merging copies nothing.
+
+    For models that we loaded ourselves: the parameters keep their values and become slices, which tools that look at
+    storages (`save_pretrained`) may refuse.
+    """
+    for module in model.modules():
+        for names in MERGED:
+            parts = [part for name in names if type(part := getattr(module, name, None)) is nn.Linear]
+            if len(parts) == len(names):
+                weights = [part.weight for part in parts]
+                sizes = [len(weight) for weight in weights]
+                for weight, place in zip(weights, torch.cat([w.detach() for w in weights]).split(sizes), strict=True):
+                    weight.data = place
 
 
 class FusedNorm(nn.Module):
@@ -222,12 +243,31 @@ class FusedAttention(nn.Module):
 
 def _merged(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Return the weights of linear layers as one, and their biases."""
-    weights = [part.weight for part in linears]
+    weights = [part.weight.detach() for part in linears]
     biases = [part.bias for part in linears]
     if all(bias is None for bias in biases):
-        return torch.cat([w.detach() for w in weights]), None
+        return _joined(weights), None
     zeros = [w.new_zeros(w.shape[0]) if b is None else b.detach() for w, b in zip(weights, biases, strict=True)]
-    return torch.cat([w.detach() for w in weights]), torch.cat(zeros)
+    return _joined(weights), torch.cat(zeros)
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    """Return matrices one below the other: a view where they already lie so in memory, else a copy."""
+    first, end = weights[0], weights[0].data_ptr()
+    for weight in weights:
+        if not weight.is_contiguous() or weight.data_ptr() != end or not _share_storage(weight, first):
+            return torch.cat(list(weights))
+        end += weight.nbytes
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+
+
+def _share_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _copied(merged: Tensor, module: nn.Module) -> int:
+    """Return the bytes that merging a module's weights has added."""
+    return 0 if any(_share_storage(merged, weight) for weight in module.parameters()) else merged.nbytes
 
 
 def _has_only(module: nn.Module, *linears: str) -> bool:
@@ -267,7 +307,7 @@ def _attends_alike(module: nn.Module, made: FusedAttention) -> bool:
     """Return whether two attention modules compute the same in a pass over a small pool, and write the same to it."""
     from transformers.cache_utils import Cache as TransformersCache
 
-    from draftproof.models.pool import PoolLayer
+    from draftproof.models.hf import PoolLayer
 
     own: Any = module
     if own.v_proj.out_features != own.k_proj.out_features:

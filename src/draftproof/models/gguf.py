@@ -75,6 +75,8 @@ class Gguf:
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._tensors:
+            raise ValueError(f"{self._name} has no tensor {name}: it is damaged, or holds a model of another kind")
         return self._tensors[name].shape
 
     def tensor(self, name: str) -> Float32[np.ndarray, "..."]:

@@ -3,17 +3,18 @@
 `LayerStates` takes the hidden states that a head reads out of a pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin
 
 from draftproof.core.device import is_cpu
 from draftproof.models.attention import ATTENTION_NAME, steady_attention
@@ -32,12 +33,18 @@ from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.device_pass import DevicePass, DevicePool
 from draftproof.models.fused import Fusion, fuse
 from draftproof.models.interface import Cache, Forward
-from draftproof.models.llama_pass import LlamaPass
 from draftproof.models.masks import View, additive_mask, chain_view, take_over_alibi, tree_view
-from draftproof.models.packed import PackedPass, Span, running
-from draftproof.models.pool import LayerShape, PoolLayer, ShapeLayer
+from draftproof.models.packed import PackedPass, Span, check_layers, check_pass, running
+from draftproof.models.pool import LayerShape
 from draftproof.models.probe import needs_probe, probe
+from draftproof.models.slot_pass import over_slots
 from draftproof.models.weight_sharing import copy_first_layers, copy_for_slot_cache, decoder_stack, run_once
+
+GPU_COSTS: Final[Mapping[str, float]] = {
+    "pass_growth": 0.003, "draft_cost": 0.2, "compute_bound": 256, "rectangular": True, "resume_cost": 5.0
+}  # fmt: skip
+"""Costs on a GPU: weights are read once for hundreds of positions, all rows of a pass are as wide as the widest, and a
+draft model that has paused reads on in a pass that is not recorded."""
 
 Masks = Tensor | None | dict[str, Tensor | None]
 
@@ -58,7 +65,8 @@ class HFModel:
     drafter  the model drafts: it cannot change the text's distribution, so less is probed
     probed   the caller has probed the model that this one is a part of
     fused    on a GPU, run layers that are built like Llama's with few kernels (fused.py), which costs a copy of their
-             weights. Weights that change in place afterwards are not followed
+             weights unless they lie side by side (`lay_side_by_side`: models loaded by name). Weights that change in
+             place afterwards are not followed
     """
 
     def __init__(
@@ -88,8 +96,8 @@ class HFModel:
         self._parts: dict[int, HFModel] = {}
         self._kinds = tuple(self._windows.items())
         self._shapes: tuple[LayerShape, ...] | None = None
-        on_cpu = is_cpu(self._net.device)
-        self._lean = LlamaPass.of(self._net) if on_cpu and packing_refusal(self._net) is None else None
+        # Found once: transformers walks all modules for it.
+        self._device, self._packing_refusal = torch.device(self._net.device), packing_refusal(self._net)
         if not probed and needs_probe(model, drafter=drafter):
             probe(self, model, self._windows, drafter=drafter)
 
@@ -103,7 +111,7 @@ class HFModel:
 
     @property
     def device(self) -> torch.device:
-        return torch.device(self._net.device)
+        return self._device
 
     def new_cache(self, rows: int, capacity: int = 0) -> SlotCache:
         return SlotCache(self._layers, rows, capacity, self.device)
@@ -133,7 +141,7 @@ class HFModel:
         check_pass(tokens, parents, scored, len(cache.lengths))
         check_layers(layers, self._config.num_hidden_layers)
         if self.packing_refusal is None and is_cpu(tokens.device):
-            return self._over_slots(tokens, cache, parents, scored, tuple(layers))
+            return over_slots(self, tokens, cache, parents, scored, tuple(layers))
         with torch.inference_mode():
             cache.reserve(tokens.shape[1], self._max_length)
             body = partial(self._logits_and_states, cache=cache, scored=scored or 0, layers=tuple(layers))
@@ -148,7 +156,7 @@ class HFModel:
     @property
     def packing_refusal(self) -> str | None:
         """Return why passes are not packed; None where they are."""
-        return packing_refusal(self._net)
+        return self._packing_refusal
 
     def kv_shapes(self) -> tuple[LayerShape, ...]:
         """Return the sizes of each layer's keys and values, learnt from a pass over one token."""
@@ -159,6 +167,11 @@ class HFModel:
                 self._over_pool(one, one.tokens[None], one.positions[None], TransformersCache(layers=layers), 1, ())
             self._shapes = tuple(layer.shape for layer in layers)
         return self._shapes
+
+    @property
+    def assumed_costs(self) -> Mapping[str, float]:
+        """Return what passes and drafts of this model cost before any was measured, as fields of `Costs`."""
+        return {} if is_cpu(self.device) else GPU_COSTS
 
     def packed_pass(self, tokens: Int[Tensor, " N"], spans: Sequence[Span]) -> PackedPass:
         """Return a pass over these tokens, span after span."""
@@ -178,10 +191,6 @@ class HFModel:
         scored  the last so many tokens of the pass, or the indices of those that get logits
         """
         check_layers(layers, self._config.num_hidden_layers)
-        if self._lean is not None:
-            with torch.inference_mode():
-                logits, *hidden = self._lean(this, self._clamped(this.positions[None])[0], keys, values, scored, layers)
-            return logits, tuple(hidden)
         with torch.inference_mode(), steady_attention(self.device):
             past = _pool_cache(keys, values, this.slots)
             logits, *hidden = self._over_pool(
@@ -198,17 +207,22 @@ class HFModel:
         parents: Int[Tensor, "B K"] | None = None,
         last: bool = False,
         layers: Sequence[int] = (),
+        recorded: bool = True,
     ) -> Forward:
         """Run a pass over a pool on a GPU, by replay if one of its shapes was recorded; see `DevicePass`.
 
-        last  give the logits after each row's last token only, as [B, 1, V]
+        last      give the logits after each row's last token only, as [B, 1, V]
+        recorded  False where the caller records the pass as a part of something larger
         """
         check_layers(layers, self._config.num_hidden_layers)
         B, T = tokens.shape
         body = partial(self._device_logits_and_states, pool=pool, last=last, layers=tuple(layers))
         inputs = (tokens, places) if parents is None else (tokens, places, parents)
         with torch.inference_mode():
-            logits, *hidden = self.graph_cache.run(body, inputs, 0, pool.recordings, (last, tuple(layers)))
+            if recorded:
+                logits, *hidden = self.graph_cache.run(body, inputs, 0, pool.recordings, (last, tuple(layers)))
+            else:
+                logits, *hidden = body(*inputs)
             return Forward(logits.view(B, 1 if last else T, -1), tuple(states.view(B, T, -1) for states in hidden))
 
     def _device_logits_and_states(
@@ -261,35 +275,6 @@ class HFModel:
             return (out.logits, *(out.hidden_states[layer] for layer in layers))
         finally:
             running.reset(token)
-
-    def _over_slots(
-        self,
-        tokens: Int[Tensor, "B T"],
-        cache: SlotCache,
-        parents: Int[Tensor, "B K"] | None,
-        scored: int | None,
-        layers: tuple[int, ...],
-    ) -> Forward:
-        """Run a rectangular pass packed: the buffers of a slot cache are a pool in which every row has one extent."""
-        B, T = tokens.shape
-        shapes = self.kv_shapes()
-        with torch.inference_mode():
-            cache.reserve(T, self._max_length)
-            keys, values = cache.flat_buffers(shapes)
-            lengths = cache.lengths.tolist()
-            spans = [
-                Span(b * cache.capacity, before, T, None if parents is None else parents[b])
-                for b, before in enumerate(lengths)
-            ]
-            wanted: int | Tensor = B * T
-            if scored is not None and scored < T:
-                wanted = scored if B == 1 else (torch.arange(B * T).view(B, T)[:, T - scored :]).flatten()
-            logits, hidden = self.packed(
-                self.packed_pass(tokens.flatten(), spans), keys, values, scored=wanted, layers=layers
-            )
-            made = logits.view(B, -1, logits.shape[-1]), *(states.view(B, T, -1) for states in hidden)
-        first, *rest = (outside_inference_mode(output) for output in made)
-        return Forward(first, tuple(rest))
 
     def _logits_and_states(
         self,
@@ -358,29 +343,58 @@ class HFModel:
         return additive_mask(visible, dtype) if self._config._attn_implementation == "eager" else visible
 
 
+class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers dispatches on this class
+    """One layer of a pool as transformers sees it during one packed pass."""
+
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Int[Tensor, " N"]) -> None:
+        super().__init__()
+        self.keys, self.values, self.slots = keys, values, slots
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the pool's buffers exist before its first pass."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write a pass's keys and values to their slots, and return the whole pool, `[1, heads, slots, size]`."""
+        self.keys.index_copy_(0, self.slots, key_states[0].transpose(0, 1))
+        self.values.index_copy_(0, self.slots, value_states[0].transpose(0, 1))
+        return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class ShapeLayer(PoolLayer):
+    """A layer that keeps the keys and values of a single token, to learn their sizes before a pool exists."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.long))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+    @property
+    def shape(self) -> LayerShape:
+        _, heads, _, size = self.keys.shape if self.keys.ndim == 4 else (1, 0, 1, 0)
+        return LayerShape(heads, size, self.values.shape[-1] if self.values.ndim == 4 else 0, self.keys.dtype)
+
+
 def _pool_cache(keys: Sequence[Tensor], values: Sequence[Tensor], slots: Int[Tensor, " N"]) -> TransformersCache:
     """Return the layers of a pool as transformers sees them in one pass."""
     return TransformersCache(layers=[PoolLayer(k, v, slots) for k, v in zip(keys, values, strict=True)])
-
-
-def check_pass(tokens: Tensor, parents: Tensor | None, scored: int | None, rows: int) -> None:
-    """Raise if the arguments of a pass do not fit each other, or a cache of this many rows."""
-    B, T = tokens.shape
-    if rows != B or T == 0:
-        raise ValueError(f"tokens {(B, T)} must have {rows} rows, as the cache has, and at least one column")
-    if parents is not None and parents.shape != (B, T - 1):
-        raise ValueError(
-            f"parents {tuple(parents.shape)} must name a parent for each token after the root: {(B, T - 1)}"
-        )
-    if scored is not None and not 1 <= scored <= T:
-        raise ValueError(f"scored={scored}, but the pass has {T} tokens: give 1 to {T}, or None for all")
-
-
-def check_layers(layers: Sequence[int], total: int) -> None:
-    """Raise if hidden states are requested after a layer that the model does not have."""
-    for layer in layers:
-        if not 1 <= layer <= total:
-            raise ValueError(f"layers={tuple(layers)}: the model has layers 1 to {total}, there is no {layer}")
 
 
 _collected: ContextVar[dict[int, Tensor | None] | None] = ContextVar("collected hidden states", default=None)

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
+from draftproof.core.device import to_device
 from draftproof.models.attention import steady_attention
 from draftproof.models.cache import SlotCache, SlotLayer, outside_inference_mode
 from draftproof.models.compatibility import (
@@ -25,10 +26,11 @@ from draftproof.models.compatibility import (
     max_positions,
     refuse_unsupported,
 )
-from draftproof.models.hf import LayerStates, check_layers, check_pass
+from draftproof.models.hf import LayerStates
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import additive_mask, chain_view
-from draftproof.models.probe import attempt, probe_causality, probe_rollback, probe_states
+from draftproof.models.packed import check_layers, check_pass
+from draftproof.models.probe import attempt, probe_causality, probe_recurrence
 from draftproof.models.recurrent import Call, Mixer, StateLayer, States, find_mixers, recording
 from draftproof.models.rows import Read, Reading, RectangularRows
 from draftproof.models.weight_sharing import copy_for_slot_cache, run_once
@@ -65,7 +67,8 @@ class HybridCache:
         self._calls: dict[int, Call] = {}
         self._copies: dict[int, States] = {}
         self._start: list[int] = []
-        self._layers: dict[int, StateLayer] = {}
+        self.layers: dict[int, StateLayer] = {}
+        """The layers with recurrent states."""
         self.past = TransformersCache(layers=self._make_layers(states))
 
     def _make_layers(self, states: Mapping[int, States]) -> list[Any]:
@@ -84,7 +87,7 @@ class HybridCache:
             else:
                 layers.append(StateLayer(states[index]))
             attending += attends
-        self._layers = {index: layers[index] for index in states}
+        self.layers = {index: layers[index] for index in states}
         return layers
 
     @property
@@ -94,7 +97,7 @@ class HybridCache:
 
     @lengths.setter
     def lengths(self, lengths: Int[Tensor, " B"]) -> None:
-        least = self.slots.lengths.tolist() if self._before is None else self._start
+        least = self.slots.read_lengths() if self._before is None else self._start
         for row, (wanted, start) in enumerate(zip(lengths.tolist(), least, strict=True)):
             if wanted < start:
                 raise ValueError(
@@ -112,8 +115,8 @@ class HybridCache:
     def take(self, rows: Sequence[int]) -> "HybridCache":
         """Return a cache of these rows, in this order."""
         self.settle()
-        index = torch.tensor(list(rows), dtype=torch.long, device=self.slots.lengths.device)
-        states = {i: {key: state[index] for key, state in layer.states.items()} for i, layer in self._layers.items()}
+        index = to_device(list(rows), self.slots.lengths.device)
+        states = {i: {key: state[index] for key, state in layer.states.items()} for i, layer in self.layers.items()}
         return HybridCache(self._kinds, self._mixers, self.slots.take(rows), states)
 
     def join(self, other: Cache) -> "HybridCache":
@@ -123,8 +126,8 @@ class HybridCache:
         self.settle()
         other.settle()
         states = {
-            i: {key: torch.cat([state, other._layers[i].states[key]]) for key, state in layer.states.items()}
-            for i, layer in self._layers.items()
+            i: {key: torch.cat([state, other.layers[i].states[key]]) for key, state in layer.states.items()}
+            for i, layer in self.layers.items()
         }
         return HybridCache(self._kinds, self._mixers, self.slots.join(other.slots), states)
 
@@ -132,13 +135,13 @@ class HybridCache:
         """Undo what was not kept, make room for `width` tokens in every row, and return where calls are recorded."""
         self.settle()
         self.slots.reserve(width, limit)
-        self._start = self.slots.lengths.tolist()
-        self._before = {index: layer.states for index, layer in self._layers.items()}
+        self._start = self.slots.read_lengths()
+        self._before = {index: layer.states for index, layer in self.layers.items()}
         self._calls = {}
         if width == 1:
             for mixer in self._mixers:
                 if mixer.steps_in_place:
-                    layer = self._layers[mixer.layer]
+                    layer = self.layers[mixer.layer]
                     layer.states = self._copies[mixer.layer] = {k: state.clone() for k, state in layer.states.items()}
         return self._calls
 
@@ -147,7 +150,7 @@ class HybridCache:
         for mixer in self._mixers:
             copies = self._copies.pop(mixer.layer, None)
             if copies is not None:
-                now = self._layers[mixer.layer].states
+                now = self.layers[mixer.layer].states
                 mixer.steps_in_place = any(now[key] is copy for key, copy in copies.items())
 
     @torch.inference_mode()
@@ -159,22 +162,29 @@ class HybridCache:
             return
         B, T = len(self._start), self.slots.width
         by_count: dict[int, list[int]] = {}
-        for row, (length, start) in enumerate(zip(self.slots.lengths.tolist(), self._start, strict=True)):
+        for row, (length, start) in enumerate(zip(self.slots.read_lengths(), self._start, strict=True)):
             if length - start < T:
                 by_count.setdefault(length - start, []).append(row)
         for n, rows in by_count.items():
-            index = None if len(rows) == B else torch.tensor(rows, device=self.slots.lengths.device)
+            index = None if len(rows) == B else to_device(rows, self.slots.lengths.device)
             for mixer in self._mixers:
                 old = before[mixer.layer]
                 if index is not None:
                     old = {key: state[index] for key, state in old.items()}
                 new = old if n == 0 else mixer.replay(calls[mixer.layer], old, (B, T), index, n)
-                layer = self._layers[mixer.layer]
+                layer = self.layers[mixer.layer]
                 if index is None:
                     layer.states = new
                 else:
                     for key, state in layer.states.items():
                         state.index_copy_(0, index, new[key])
+
+
+def settled_states(cache: Cache) -> list[Tensor]:
+    """Return the recurrent states of a cache after the tokens that were kept."""
+    assert isinstance(cache, HybridCache)
+    cache.settle()
+    return [state for _, layer in sorted(cache.layers.items()) for state in layer.states.values()]
 
 
 class HybridModel:
@@ -199,8 +209,7 @@ class HybridModel:
         self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
         self._mixers = attempt(model, self._found_mixers)
         probe_causality(self, model, self.new_cache)
-        probe_states(self, model, self._cache_of_made_up_states)
-        probe_rollback(self, model)
+        probe_recurrence(self, model, self._cache_of_made_up_states, settled_states)
 
     @property
     def vocab_size(self) -> int:
@@ -219,16 +228,16 @@ class HybridModel:
         states = {mixer.layer: mixer.zeros(rows) for mixer in self._mixers}
         return HybridCache(self._kinds, self._mixers, slots, states)
 
-    def _cache_of_made_up_states(self) -> HybridCache:
-        """Return a row whose recurrent states are random numbers, always the same."""
+    def _cache_of_made_up_states(self, rows: int) -> HybridCache:
+        """Return empty rows whose recurrent states are random numbers, always the same."""
         generator = torch.Generator().manual_seed(1)
         states = {
             mixer.layer: {
-                key: torch.randn(zeros.shape, generator=generator).to(zeros) for key, zeros in mixer.zeros(1).items()
+                key: torch.randn(zeros.shape, generator=generator).to(zeros) for key, zeros in mixer.zeros(rows).items()
             }
             for mixer in self._mixers
         }
-        return HybridCache(self._kinds, self._mixers, SlotCache(self._attending, 1, 0, self.device), states)
+        return HybridCache(self._kinds, self._mixers, SlotCache(self._attending, rows, 0, self.device), states)
 
     def open_rows(self) -> "HybridRows":
         return HybridRows(self)

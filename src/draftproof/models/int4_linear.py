@@ -5,11 +5,12 @@ Q4_K, weight = scale Â· code + minimum, have this form with zero = minimum + 8 Â
 only scale and zero are rounded. A row of inputs gives the same bits for any number of rows beside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
-from jaxtyping import BFloat16, Float, UInt8
+from jaxtyping import BFloat16, Float, Int, UInt8
 from torch import Tensor, nn
 
 GROUP: Final = 32
@@ -20,6 +21,9 @@ OUT_MULTIPLE: Final = 16
 
 MERGE_MULTIPLE: Final = 64
 """Rows that the packed layout interleaves: matrices of multiples of it can be joined and cut without repacking."""
+
+ROWS_AT_ONCE: Final = 1024
+"""Rows that are quantised at a time; a multiple of MERGE_MULTIPLE."""
 
 LEVELS: Final = 15
 """The largest code."""
@@ -82,8 +86,8 @@ def quantise_groups(
 
 
 def int4_weight(weight: Float[Tensor, "O I"]) -> Int4Weight:
-    """Quantise and pack a matrix."""
-    return pack_groups(*quantise_groups(weight))
+    """Quantise and pack a matrix, some rows at a time: what is computed with them takes five times their memory."""
+    return join([pack_groups(*quantise_groups(rows)) for rows in weight.detach().split(ROWS_AT_ONCE)])
 
 
 def unpack(weight: Int4Weight) -> Float[Tensor, "O I"]:
@@ -99,6 +103,33 @@ def unpack(weight: Int4Weight) -> Float[Tensor, "O I"]:
     codes = Int4Weight(weight.packed, units).product(eye).float().T.unflatten(1, (groups, GROUP))
     matrix: Tensor = (codes * scale.T[..., None] + zero.T[..., None]).flatten(1)
     return matrix
+
+
+def codes_of(weight: Int4Weight) -> UInt8[Tensor, "O I"]:
+    """Return the codes of a packed matrix whose rows are a multiple of MERGE_MULTIPLE."""
+    columns = weight.packed.view(-1, weight.in_features, MERGE_MULTIPLE // 2)
+    return _halves(columns)[:, :, _places()].transpose(1, 2).reshape(weight.out_features, weight.in_features)
+
+
+def _halves(packed: UInt8[Tensor, "*N bytes"]) -> UInt8[Tensor, "*N codes"]:
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
+@cache
+def _places() -> Int[Tensor, " rows"]:
+    """Return where each row of a block is in a column of the packed layout, learnt from rows packed by their number."""
+    rows = torch.arange(MERGE_MULTIPLE, dtype=torch.int32)
+    low, high = (
+        _halves(torch._convert_weight_to_int4pack_for_cpu(digit[:, None].repeat(1, GROUP), 1).view(GROUP, -1)[0])
+        for digit in (rows % 16, rows // 16)
+    )
+    return (16 * high.int() + low).argsort()
+
+
+def reordered(weight: Int4Weight, order: Int[Tensor, " O"]) -> Int4Weight:
+    """Return the rows of a matrix in another order."""
+    packed = torch._convert_weight_to_int4pack_for_cpu(codes_of(weight)[order].int(), 1)
+    return Int4Weight(packed, weight.scales_and_zeros[:, order].contiguous())
 
 
 def join(weights: Sequence[Int4Weight]) -> Int4Weight:
@@ -138,8 +169,14 @@ class Int4Linear(nn.Module):
         self.int4, self.bias = weight, None if bias is None else bias.detach()
         self.joined: Int4Weight | None = None
         """The matrix that this one's codes are a part of; see `join_linears`."""
+        self.compiled: Callable[[Tensor], Tensor] | None = None
+        """The product as compiled for this machine, if it is (compiled_pass.py)."""
+        self.layer_blocks: Any = None
+        """On an output projection: the weights of its layer as the compiled pass has them."""
 
     def forward(self, x: Float[Tensor, "*B I"]) -> Float[Tensor, "*B O"]:
+        if self.compiled is not None:
+            return self.compiled(x.float()).to(x.dtype)
         rows = x.reshape(-1, self.in_features).bfloat16().contiguous()
         made = self.int4.product(rows).float()
         return (made if self.bias is None else made + self.bias).to(x.dtype).view(*x.shape[:-1], -1)

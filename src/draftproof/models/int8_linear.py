@@ -45,7 +45,8 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = codes.shape
         # Neither parameters nor buffers: the packed codes are opaque, and code that walks those reads their storage.
-        self.packed = torch.ops.onednn.qlinear_prepack(codes, None)
+        self.codes = codes
+        self._packed: Tensor | None = None
         self.scale, self.bias = scale, None if bias is None else bias.detach()
         self.weight = table
         self._zero_points = torch.zeros(self.out_features, dtype=torch.long)
@@ -60,6 +61,13 @@ class Int8Linear(nn.Module):
         made = self._product(bytes_)
         result = made[: len(rows)].add_(made[len(rows) :], alpha=1 / FINE).mul_(step)
         return (result if self.bias is None else result.add_(self.bias)).view(*x.shape[:-1], -1)
+
+    @property
+    def packed(self) -> Tensor:
+        """Return the codes as oneDNN wants them, made when they are first used: a compiled pass does not use them."""
+        if self._packed is None:
+            self._packed = torch.ops.onednn.qlinear_prepack(self.codes, None)
+        return self._packed
 
     def _product(self, codes: Tensor) -> Tensor:
         result: Tensor = torch.ops.onednn.qlinear_pointwise(

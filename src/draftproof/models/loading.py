@@ -43,19 +43,20 @@ class LoadOptions:
 
 
 def load_model(spec: Any, options: LoadOptions) -> tuple[Any, Tokenizer | None]:
-    """Return a transformers model and, where it was loaded by name, its tokenizer. An object is returned as it is."""
+    """Return a transformers model or a `Llama`, and its tokenizer if it is loaded by name; an object is not changed."""
     if not isinstance(spec, (str, Path)):
         return spec, None
     device = default_device(options)
     check_device(device, f"device={options.device!r}")
     dtype = options.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    weights = chosen_weights(options, device)
-    if str(spec) == bundled.NAME and weights == "int4":
-        return bundled.load(weights=weights)
     if str(spec) == bundled.NAME:
-        hf, tokenizer = bundled.load()
+        weights, file = fetch_bundled(options)
+        hf, tokenizer = bundled.load(weights=file)
+        if file == "int4":
+            return hf, tokenizer
         hf = hf.to(device=device, dtype=dtype)
     else:
+        weights = chosen_weights(str(spec), options, device)
         hf, tokenizer = _from_pretrained(str(spec), device, dtype)
     if weights != "float32":
         from draftproof.models.quantised import quantise
@@ -74,24 +75,57 @@ def default_device(options: LoadOptions) -> torch.device:
     return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def chosen_weights(options: LoadOptions, device: torch.device) -> str:
+def chosen_weights(name: str, options: LoadOptions, device: torch.device) -> str:
     """Return the kind of weights that a model is loaded with: "float32" stands for its own, in `dtype`.
 
-    "auto" is float32. Where four or eight bits are asked for and cannot be served, float32 is taken, with a warning.
+    "auto" is the four bits that the bundled model's file holds, where this CPU multiplies them fast and neither a dtype
+    nor `pack=False` asks for the model's own weights; else float32. Where four or eight bits are asked for and cannot
+    be served, float32 is taken, with a warning.
     """
-    if options.weights in ("auto", "float32"):
+    auto = options.weights == "auto"
+    holds_int4 = name == bundled.NAME and options.dtype is None and options.pack
+    if options.weights == "float32" or (auto and not holds_int4):
         return "float32"
-    from draftproof.models.cpu_support import int4_refusal
+    from draftproof.models import cpu_support
 
-    refusal = f"they are for CPUs, and the model is on {device}" if device.type != "cpu" else int4_refusal()
+    refusal = f"they are for CPUs, and the model is on {device}" if device.type != "cpu" else cpu_support.int4_refusal()
     if refusal is None:
-        return options.weights
+        return "int4" if auto else options.weights
+    if auto:
+        return "float32"
     warnings.warn(f"weights={options.weights!r} are not used: {refusal}. The model is loaded as it is", stacklevel=2)
     return "float32"
 
 
+def fetch_bundled(options: LoadOptions) -> tuple[str, str]:
+    """Get the files of the bundled model if they are missing; return its kind of weights, and that of its files.
+
+    Where the files for "int4" cannot be downloaded and those for "float32" are here, "auto" takes these, with a
+    warning.
+    """
+    weights = chosen_weights(bundled.NAME, options, default_device(options))
+    file = "int4" if weights == "int4" else "float32"
+    try:
+        if not bundled.is_cached(file):
+            bundled.fetch(weights=file)
+    except bundled.UnavailableError as error:
+        if file == "float32" or not bundled.is_cached("float32"):
+            raise
+        if options.weights == "int4":
+            raise bundled.UnavailableError(f"{error} Or load what this machine has: weights='float32'.") from error
+        warnings.warn(
+            f"{bundled.NAME} is loaded from its float32 files, which is slower and takes more memory: its four-bit "
+            "file is not here and could not be downloaded (draftproof models fetch)",
+            stacklevel=2,
+        )
+        return "float32", "float32"
+    return weights, file
+
+
 def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Tokenizer]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    from draftproof.models.fused import lay_side_by_side
 
     try:
         config = AutoConfig.from_pretrained(name)
@@ -101,6 +135,8 @@ def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype) -> tup
         ) from error
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = family.from_pretrained(name, dtype=dtype).to(device).eval()
+    if device.type == "cuda":
+        lay_side_by_side(model)  # nobody else holds this model, and an 8B model's merged weights take 9 GB
     return model, AutoTokenizer.from_pretrained(name)
 
 
@@ -124,6 +160,10 @@ def _wrapped(hf: Any, graphs: bool, drafter: bool) -> Model:
         from draftproof.models.encoder_decoder import EncoderDecoder
 
         return EncoderDecoder(hf, drafter=drafter)
+    from draftproof.models.llama_model import LlamaModel
+
+    if (lean := LlamaModel.of(hf)) is not None:
+        return lean
     from draftproof.models.compatibility import has_recurrent_layers
     from draftproof.models.hf import HFModel
 

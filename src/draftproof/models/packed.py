@@ -4,11 +4,14 @@ No row computes padding, and none attends beyond its own length. A row's attenti
 bits do not depend on its neighbours.
 """
 
+import ctypes
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from draftproof.core.tree import lineage
+
+FEW_SCORES: Final = 6144
+"""Scores of a head up to which a span of several tokens is attended to by the compiled call; beyond, torch's attention,
+which multiplies blocks of tokens, is faster. A single token always is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,7 @@ class PackedPass:
     spans: Sequence[Span]
     kinds: Sequence[tuple[str, int | None]]
     _pieces: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
+    _divided: dict[tuple[int, int], "Divided"] = field(default_factory=dict)
 
     @property
     def slots(self) -> Int[Tensor, " N"]:
@@ -107,8 +115,11 @@ class PackedPass:
     ) -> Float[Tensor, "1 N h e"]:
         """Attend span by span; each reads its row's extent of the pool."""
         kind, group = 0 if mask is None else mask.shape[-1] - 1, query.shape[1] // keys.shape[1]
-        pieces = self.pieces(kind, group, query.dtype)
-        return attend(pieces, query, keys, values, scaling, extras.get("softcap"), extras.get("s_aux"))
+        softcap, sinks = extras.get("softcap"), extras.get("s_aux")
+        if (kind, group) not in self._divided:
+            pieces = self.pieces(kind, group, query.dtype)
+            self._divided[kind, group] = divide(pieces, query, keys, values, softcap is None and sinks is None)
+        return attend(self._divided[kind, group], query, keys, values, scaling, softcap, sinks)
 
 
 class PoolPass(Protocol):
@@ -170,8 +181,72 @@ def _bias(
     return bias.repeat(group, 1)[None, None]
 
 
+class Few(NamedTuple):
+    """Pieces of few tokens as a table of numbers, which the compiled loops read (compiled_attention.py)."""
+
+    table: np.ndarray[Any, np.dtype[np.int64]]
+    biases: list[Tensor | None]
+    """What the table has addresses of."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> "Few | None":
+        biases = [piece.bias for piece in pieces]
+        rows = [
+            (piece.tokens.start, piece.width, piece.keys.start, _reach(piece), 0 if bias is None else bias.data_ptr())
+            for piece, bias in zip(pieces, biases, strict=True)
+        ]
+        return cls(np.array(rows, dtype=np.int64), biases) if rows else None
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
+        """Attend with all tokens of the table in one call, and write to `out`."""
+        compiled, threads = compiled_attention(), torch.get_num_threads()
+        factor = np.array([scale], dtype=np.float32)
+        room = (query.shape[3] + int(self.table[:, 3].max()) + 15) // 16 * 64
+        scratch = np.empty(threads * room, dtype=np.uint8)
+        call = np.array(
+            [len(self.table), self.table.ctypes.data, query.data_ptr(), *query.stride()[1:3], keys.data_ptr(),
+             *keys.stride()[1:3], values.data_ptr(), *values.stride()[1:3], out.data_ptr(), query.shape[1],
+             keys.shape[1], query.shape[3], values.shape[3], factor.ctypes.data, scratch.ctypes.data, room],
+            dtype=np.int64,
+        )  # fmt: skip
+        compiled.START(compiled.region.address, call.ctypes.data, threads, 0)
+
+
+class Divided(NamedTuple):
+    """Pieces of a pass, divided into those that one compiled call attends to (if any) and the others."""
+
+    few: Few | None
+    others: Sequence[Piece]
+
+
+@cache
+def compiled_attention() -> Any:
+    """Return the module that attends in one compiled call; None without numba, or where threads are not GNU's."""
+    if find_spec("numba") is None or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        return None
+    from draftproof.models import compiled_attention
+
+    return compiled_attention
+
+
+def divide(pieces: Sequence[Piece], query: Tensor, keys: Tensor, values: Tensor, plain: bool = True) -> Divided:
+    """Divide pieces by how they are attended to: that depends on a piece alone, never on others. `plain`: no extras."""
+    is_float32 = all(each.dtype == torch.float32 and each.stride(-1) == 1 for each in (query, keys, values))
+    if not (plain and is_float32 and query.device.type == "cpu") or compiled_attention() is None:
+        return Divided(None, pieces)
+    few: list[Piece] = []
+    others: list[Piece] = []
+    for piece in pieces:
+        (few if piece.width == 1 or piece.width * _reach(piece) <= FEW_SCORES else others).append(piece)
+    return Divided(Few.of(few), others)
+
+
+def _reach(piece: Piece) -> int:
+    return int(piece.keys.stop - piece.keys.start)
+
+
 def attend(
-    pieces: Sequence[Piece],
+    work: Divided | Sequence[Piece],
     query: Float[Tensor, "1 h N d"],
     keys: Float[Tensor, "1 g S d"],
     values: Float[Tensor, "1 g S e"],
@@ -179,10 +254,14 @@ def attend(
     softcap: float | None = None,
     sinks: Float[Tensor, " h"] | None = None,
 ) -> Float[Tensor, "1 N h e"]:
-    """Attend piece by piece; query heads that share keys are folded into one longer query."""
+    """Attend piece by piece, few tokens in one compiled call; query heads that share keys are one longer query."""
     heads, shared = query.shape[1], keys.shape[1]
+    few, others = work if isinstance(work, Divided) else divide(work, query, keys, values)
     out = query.new_empty(1, query.shape[2], heads, values.shape[3])
-    for piece in pieces:
+    if few is not None:
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        few.attend(query, keys, values, scale, out)
+    for piece in others:
         k, v = keys[:, :, piece.keys], values[:, :, piece.keys]
         folded = query[:, :, piece.tokens].reshape(1, shared, -1, query.shape[3])
         if softcap is None and sinks is None:
@@ -214,3 +293,23 @@ def _attended_with_extras(
         scores = torch.cat([scores, column.expand(len(scores), -1, -1, -1)], -1)
     weights = nn.functional.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
     return weights[..., : k.shape[2]] @ v
+
+
+def check_pass(tokens: Tensor, parents: Tensor | None, scored: int | None, rows: int) -> None:
+    """Raise if the arguments of a pass do not fit each other, or a cache of this many rows."""
+    B, T = tokens.shape
+    if rows != B or T == 0:
+        raise ValueError(f"tokens {(B, T)} must have {rows} rows, as the cache has, and at least one column")
+    if parents is not None and parents.shape != (B, T - 1):
+        raise ValueError(
+            f"parents {tuple(parents.shape)} must name a parent for each token after the root: {(B, T - 1)}"
+        )
+    if scored is not None and not 1 <= scored <= T:
+        raise ValueError(f"scored={scored}, but the pass has {T} tokens: give 1 to {T}, or None for all")
+
+
+def check_layers(layers: Sequence[int], total: int) -> None:
+    """Raise if hidden states are requested after a layer that the model does not have."""
+    for layer in layers:
+        if not 1 <= layer <= total:
+            raise ValueError(f"layers={tuple(layers)}: the model has layers 1 to {total}, there is no {layer}")

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from draftproof.models.extents import PAGE, Extent, Extents, pages_for
 
@@ -163,55 +161,6 @@ class KVPool:
     def _copy(self, source: Extent, target: Extent, length: int) -> None:
         for buffer in (*self.keys, *self.values):
             buffer[target.start : target.start + length] = buffer[source.start : source.start + length]
-
-
-class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers dispatches on this class
-    """One layer of a pool as transformers sees it during one packed pass."""
-
-    is_sliding = False
-
-    def __init__(self, keys: Tensor, values: Tensor, slots: Int[Tensor, " N"]) -> None:
-        super().__init__()
-        self.keys, self.values, self.slots = keys, values, slots
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the pool's buffers exist before its first pass."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write a pass's keys and values to their slots, and return the whole pool, `[1, heads, slots, size]`."""
-        self.keys.index_copy_(0, self.slots, key_states[0].transpose(0, 1))
-        self.values.index_copy_(0, self.slots, value_states[0].transpose(0, 1))
-        return self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class ShapeLayer(PoolLayer):
-    """A layer that keeps the keys and values of a single token, to learn their sizes before a pool exists."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.long))
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = key_states, value_states
-        return key_states, value_states
-
-    @property
-    def shape(self) -> LayerShape:
-        _, heads, _, size = self.keys.shape if self.keys.ndim == 4 else (1, 0, 1, 0)
-        return LayerShape(heads, size, self.values.shape[-1] if self.values.ndim == 4 else 0, self.keys.dtype)
 
 
 MOST_TOKENS: int = 2**17

@@ -10,16 +10,17 @@ from typing import Any, Final
 import torch
 from jaxtyping import BFloat16, Float, Int
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftproof.models.bundled.gguf import LAYER_NAMES, half_rotation, rotated_heads
 from draftproof.models.gguf import Gguf
 from draftproof.models.head.taps import hash_weights, weights_hash
+from draftproof.models.heap import trim_heap
 from draftproof.models.int4_linear import Int4Linear, Int4Weight, fits_int4, int4_weight, pack_groups, unpack
 from draftproof.models.int8_linear import Int8Linear, quantise_rows
+from draftproof.models.llama import Attention, Decoder, Layer, Llama, LlamaConfig, Mlp, Norm, Rotary
+from draftproof.models.transformers_types import PreTrainedModel
 
-ROWS_AT_ONCE: Final = 2048
+EMBEDDINGS_AT_ONCE: Final = 2048
 """Rows of an embedding table that are dequantised at a time."""
 
 
@@ -79,29 +80,58 @@ class BFloat16Embedding(nn.Module):
         return nn.functional.embedding(tokens, self.weight).float()
 
 
-def llama_from_gguf(path: Path, config: LlamaConfig) -> LlamaForCausalLM:
+def llama_from_gguf(path: Path, config: LlamaConfig) -> Llama:
     """Return a Llama model on the four-bit weights of a GGUF file, with tied embeddings in eight bits.
 
     Groups keep their codes; scales and zeros are rounded to bfloat16 (int4_linear.py). Embeddings are rounded to
     bfloat16 where they are inputs, and to eight bits with one scale a token where they are outputs.
     """
     gguf = Gguf(path)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    table, model.lm_head = _tied_embeddings(gguf)
-    model.model.embed_tokens = BFloat16Embedding(table)
-    model.model.norm.weight = _norm(gguf, "output_norm.weight")
-    model.model.rotary_emb = LlamaRotaryEmbedding(config)
-    for index, layer in enumerate(model.model.layers):
-        for part, name in LAYER_NAMES.items():
-            source, (parent, _, leaf) = f"blk.{index}.{part}.weight", name.rpartition(".")
-            if part.endswith("norm"):
-                getattr(layer, name).weight = _norm(gguf, source)
-            else:
-                heads = rotated_heads(gguf.metadata, part)
-                setattr(layer.get_submodule(parent), leaf, Int4Linear(gguf_weight(gguf, source, heads)))
+    _check_shapes(gguf, config)
+    table, lm_head = _tied_embeddings(gguf)
+    trim_heap()
+    layers = nn.ModuleList([_layer(gguf, config, index) for index in range(config.num_hidden_layers)])
+    decoder = Decoder(BFloat16Embedding(table), layers, _norm(gguf, "output_norm.weight"), Rotary(config))
+    model = Llama(config, decoder, lm_head).eval()
     model.source_weights_hash = _hash(gguf, model, table)
-    return model.eval().requires_grad_(False)
+    return model
+
+
+def _check_shapes(gguf: Gguf, config: LlamaConfig) -> None:
+    """Refuse a file whose tensors do not have the shapes that the configuration gives them."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    layer = {
+        "attn_norm": (hidden,), "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden),
+        "attn_output": (hidden, queries), "ffn_norm": (hidden,), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }  # fmt: skip
+    wanted: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (config.vocab_size, hidden), "output_norm.weight": (hidden,)
+    }  # fmt: skip
+    for index in range(config.num_hidden_layers):
+        wanted |= {f"blk.{index}.{part}.weight": shape for part, shape in layer.items()}
+    for name, shape in wanted.items():
+        if gguf.shape(name) != shape:
+            raise ValueError(f"tensor {name} has shape {gguf.shape(name)}, and the configuration gives it {shape}")
+    for part, heads in (("attn_q", config.num_attention_heads), ("attn_k", config.num_key_value_heads)):
+        if rotated_heads(gguf.metadata, part) != heads:
+            raise ValueError(f"the file counts {rotated_heads(gguf.metadata, part)} heads of {part}, not {heads}")
+
+
+def _layer(gguf: Gguf, config: LlamaConfig, index: int) -> Layer:
+    """Read a layer's parts one after the other."""
+    parts: dict[str, Any] = {}
+    for part, name in LAYER_NAMES.items():
+        source = f"blk.{index}.{part}.weight"
+        if part.endswith("norm"):
+            parts[name] = _norm(gguf, source)
+        else:
+            parts[name.rpartition(".")[2]] = Int4Linear(gguf_weight(gguf, source, rotated_heads(gguf.metadata, part)))
+    attention = Attention(config, **{name: parts.pop(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")})
+    norms = parts.pop("input_layernorm"), parts.pop("post_attention_layernorm")
+    trim_heap()
+    return Layer(norms[0], attention, norms[1], Mlp(**parts))
 
 
 def _tied_embeddings(gguf: Gguf) -> tuple[BFloat16[Tensor, "V H"], Int8Linear]:
@@ -109,7 +139,7 @@ def _tied_embeddings(gguf: Gguf) -> tuple[BFloat16[Tensor, "V H"], Int8Linear]:
     table = torch.empty(gguf.shape("token_embd.weight"), dtype=torch.bfloat16)
     codes, scale = torch.empty(table.shape, dtype=torch.int8), torch.empty(len(table))
     start = 0
-    for values in gguf.parts("token_embd.weight", ROWS_AT_ONCE):
+    for values in gguf.parts("token_embd.weight", EMBEDDINGS_AT_ONCE):
         part = torch.from_numpy(values)
         here = slice(start, start + len(part))
         table[here] = part
@@ -133,11 +163,11 @@ def _arranged(rows: Any, heads: int | None) -> Any:
     return rows if heads is None else half_rotation(rows, heads)
 
 
-def _norm(gguf: Gguf, name: str) -> nn.Parameter:
-    return nn.Parameter(torch.from_numpy(gguf.tensor(name)), requires_grad=False)
+def _norm(gguf: Gguf, name: str) -> Norm:
+    return Norm(torch.from_numpy(gguf.tensor(name)))
 
 
-def _hash(gguf: Gguf, model: PreTrainedModel, table: Tensor) -> str:
+def _hash(gguf: Gguf, model: Llama, table: Tensor) -> str:
     """Return the hash that the model of the file's own values has: a head that was trained on it then fits."""
 
     def matrices() -> Any:

@@ -5,7 +5,7 @@ packed: it pads rows to one width, and copies its cache when rows enter or leave
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -58,6 +58,10 @@ class Scores(NamedTuple):
 
     groups: list[list[Group]]
     read: list[Read]
+
+
+CHUNKS: Final = ((3584, PAGE // 4), (1024, PAGE // 2), (0, PAGE))
+"""Tokens of a prompt that are read at a time, from a position on: attending takes longer the more there are before."""
 
 
 @runtime_checkable
@@ -159,6 +163,11 @@ class PooledRows:
 
     def length(self, row: int) -> int:
         return self.pool.rows[row].length
+
+    def chunk_end(self, position: int) -> int:
+        """Return where the chunk of a prompt that holds this position ends; borders are the same for all prompts."""
+        size = next(size for start, size in CHUNKS if position >= start)
+        return position - position % size + size
 
     def enter(self, row: int, tokens: int, source: Sequence[int] | None = None) -> None:
         self.pool.enter(row, tokens)

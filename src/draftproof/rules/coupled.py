@@ -23,8 +23,8 @@ def coupled(p: Distribution, draft: Draft, rng: Philox) -> Verdict:
     rows = torch.arange(len(accepted), device=accepted.device)
     for i in range(draft.tokens.shape[1] + 1):
         here = torch.full_like(rows, i)
-        drawn = race_weights(p.weights_at(rows, here)[0], rng.take(rows).shifted(i))
-        last[rows] = drawn
+        points = p.points_at(rows, here)
+        last[rows] = race_weights(p.weights_at(rows, here)[0], rng.take(rows).shifted(i)) if points is None else points
         going = rows[i < draft.lengths[rows]]
         if not len(going):
             break

@@ -46,6 +46,9 @@ def stop_table(p: Distribution, draft: Draft) -> StopTable:
 
 def closing(p: Distribution, draft: Draft, accepted: Int[Tensor, " B"], rng: Philox) -> Int[Tensor, " B"]:
     """Draw the round's last token: a residual token where one was rejected, else a bonus token from p."""
+    points = p.points_at(torch.arange(len(accepted), device=accepted.device), accepted)
+    if points is not None:
+        return points
     rejected = (accepted < draft.lengths).nonzero()[:, 0]
     complete = (accepted == draft.lengths).nonzero()[:, 0]
     tokens = torch.empty_like(accepted)

@@ -64,6 +64,12 @@ class Answer(ABC):
         """Return further fields of the whole answer, and of the first event of a stream."""
         return {}
 
+    def rounds(self, text: Text) -> dict[str, Any]:
+        """Return what each round of a text drafted and accepted, which an audit of this server reads."""
+        if not self.body.draftproof_trace:
+            return {}
+        return {"draftproof": {"rounds": [[each.drafted, each.accepted] for each in text.stats.record]}}
+
     def cancel(self) -> None:
         """End the texts between two rounds; those that have ended stay as they are."""
         cancel_all(self.texts)

@@ -77,7 +77,7 @@ class ChatAnswer(Answer):
             "logprobs": chat_logprobs(text.logprobs, self.state.token_texts) if self.body.logprobs else None,
             "finish_reason": self._reason(text),
         }
-        return choice | ({"token_ids": text.tokens} if self.body.return_token_ids else {})
+        return choice | ({"token_ids": text.tokens} if self.body.return_token_ids else {}) | self.rounds(text)
 
     def deltas(self, text: Text, chunk: Chunk) -> Iterator[dict[str, Any]]:
         if text.index not in self._opened:

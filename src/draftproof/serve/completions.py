@@ -51,7 +51,7 @@ class CompletionAnswer(Answer):
             "logprobs": self._whole_logprobs(text),
             "finish_reason": text.finish_reason,
         }
-        return choice | self._token_ids(text, text.tokens, is_first=True) | self._rounds(text)
+        return choice | self._token_ids(text, text.tokens, is_first=True) | self.rounds(text)
 
     def deltas(self, text: Text, chunk: Chunk) -> Iterator[dict[str, Any]]:
         is_first = text.index not in self._opened
@@ -95,12 +95,6 @@ class CompletionAnswer(Answer):
         if not self.body.return_token_ids:
             return {}
         return {"token_ids": tokens} | ({"prompt_token_ids": list(text.stream.prompt)} if is_first else {})
-
-    def _rounds(self, text: Text) -> dict[str, Any]:
-        """Return what each round drafted and accepted, which an audit of this server reads."""
-        if not self.body.draftproof_trace:
-            return {}
-        return {"draftproof": {"rounds": [[each.drafted, each.accepted] for each in text.stats.record]}}
 
     def _delta(self, text: Text, added: str) -> dict[str, Any]:
         return {"index": text.index, "text": added, "logprobs": None, "finish_reason": None}

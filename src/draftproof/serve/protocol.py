@@ -41,6 +41,10 @@ MOST_DRAFT_TOKENS: Final = 64
 MOST_ALTERNATIVES: Final = 20
 """Alternatives with each log-probability, as OpenAI's `top_logprobs`."""
 
+LARGEST_WEIGHT: Final = 1e6
+"""Largest amount that penalties and biases add to a logit: far more than logits differ by, and finite in any format."""
+
+Weight = Annotated[float, Field(ge=-LARGEST_WEIGHT, le=LARGEST_WEIGHT)]
 Count = Annotated[int, Field(ge=0)]
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -77,14 +81,14 @@ class GenerationBody(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    presence_penalty: Weight | None = None
+    frequency_penalty: Weight | None = None
+    logit_bias: dict[str, Weight] | None = None
     response_format: dict[str, Any] | None = None
     # as vLLM names them
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1 / LARGEST_WEIGHT, le=LARGEST_WEIGHT)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None

@@ -15,6 +15,7 @@ class Settings:
     max_queue        requests that may wait for a place; more get 429
     max_prompt       tokens of the longest prompt; None: what the model has room for
     request_timeout  seconds after which a request is ended with an error; None: never
+    max_round        seconds after which a round counts as hanging, and /health says so; None: never
     max_body         bytes of the largest body; more gets 413
     chat_template    a template in place of the tokenizer's own; None: the tokenizer's
     metrics_prefix   the word before the colon in the names of metrics
@@ -26,6 +27,7 @@ class Settings:
     max_queue: int = 256
     max_prompt: int | None = None
     request_timeout: float | None = None
+    max_round: float | None = 120.0
     max_body: int = 4 * MEBIBYTE
     chat_template: str | None = None
     metrics_prefix: str = "draftproof"

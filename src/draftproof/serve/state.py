@@ -57,7 +57,7 @@ class State:
     @cached_property
     def default_sampling(self) -> SamplingParams:
         """Return the sampling of a request that asks for none: the model's own settings, else temperature 1."""
-        own = getattr(getattr(self.engine.hf, "generation_config", None), "do_sample", False)
+        own = getattr(getattr(self.engine.loaded, "generation_config", None), "do_sample", False)
         return self.engine.default_sampling if own else SamplingParams()
 
     @property
@@ -72,4 +72,7 @@ class State:
         if not self.service.is_alive:
             failure = self.service.failure
             return f"the engine has stopped: {type(failure).__name__}: {failure}" if failure else "the engine is closed"
+        most, seconds = self.settings.max_round, self.service.round_seconds
+        if most is not None and seconds > most:
+            return f"the engine hangs: its present round has been running for {seconds:.0f} s"
         return None

@@ -53,7 +53,7 @@ class ToolUse:
     format: CallFormat
 
     def parser(self) -> "CallParser":
-        return CallParser(self.format)
+        return CallParser(self.format, only_calls=self.required)
 
     def grammar(self, engine: Engine) -> Allowed:
         """Return the grammar of answers: calls that fit the tools' schemas, and text if they are not required."""
@@ -83,7 +83,7 @@ class ToolUse:
                 raise ApiError(400, message, param="tools")
             lines += [
                 f"{name}: {json.dumps(head)} {name}_arguments {json.dumps(form.end)}",
-                f"{name}_arguments: %json {json.dumps(schema)}",
+                f"{name}_arguments: %json {json.dumps(llguidance.with_limited_whitespace(schema))}",
             ]
         return "\n".join(lines) + "\n"
 
@@ -163,9 +163,13 @@ class Piece:
 
 @dataclass(slots=True)
 class CallParser:
-    """An incremental parser of an answer's text. White space between calls is dropped."""
+    """An incremental parser of an answer's text. White space between calls is dropped.
+
+    only_calls  whether there can be no text: what looks like it is the beginning of a call that was cut
+    """
 
     format: CallFormat
+    only_calls: bool = False
     calls: int = 0
     _buffer: str = ""
     _reads: Callable[[], list[Piece] | None] | None = None
@@ -182,7 +186,8 @@ class CallParser:
     def flush(self) -> list[Piece]:
         """Return the rest after the end of the text."""
         rest, self._buffer = self._buffer, ""
-        if (self._reads or self._read_text) != self._read_text or (self.calls and not rest.strip()):
+        is_text = (self._reads or self._read_text) == self._read_text and not self.only_calls
+        if not is_text or (self.calls and not rest.strip()):
             return []
         return [Piece("content", rest)] if rest else []
 

@@ -13,8 +13,14 @@ from draftproof.core.types import Round
 
 NGRAM: Final = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 """vLLM's speculative config for drafter "ngram"."""
-OPTIONS: Final[Mapping[str, Any]] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
-"""Defaults of the `LLM` class for an audit: the reference's precision, and no compilation time."""
+OPTIONS: Final[Mapping[str, Any]] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "enable_chunked_prefill": False,
+}
+"""Defaults of the `LLM` class for an audit: the reference's precision, no compilation time, and prompts that are read
+in one step, because vLLM on a CPU ends with an error where a request with a seed is read in several."""
 
 
 def vllm(
@@ -95,7 +101,7 @@ def refuse_other_order(sampling: SamplingParams) -> None:
         )
 
 
-def vllm_parameters(sampling: SamplingParams, max_tokens: int, seed: int) -> Any:
+def vllm_parameters(sampling: SamplingParams, max_tokens: int, seed: int | None) -> Any:
     """Translate sampling parameters to vLLM's, which has all of them."""
     return _vllm().SamplingParams(
         temperature=float(sampling.temperature),

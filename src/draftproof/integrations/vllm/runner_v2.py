@@ -12,7 +12,6 @@ Drawn drafts are therefore verified by the token rule here, whatever the setting
 from collections.abc import Callable
 from typing import Any, Final
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from draftproof import kernels
 from draftproof.integrations.vllm.hooks import Hook, Hooks
 from draftproof.integrations.vllm.log import announce
 from draftproof.integrations.vllm.settings import Settings, settings_of
-from draftproof.rules.token import leading
 
 PARAMETERS: Final = (
     *("target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping", "expanded_idx_mapping"),
@@ -88,31 +86,15 @@ def sample(
     Rows `cu_num_logits[b]` to `cu_num_logits[b + 1]` belong to request b, whose state is at `idx_mapping[b]`. Draft
     token i is in the row after it: `draft_sampled[cu_num_logits[b] + i + 1]`; a negative one ends the draft.
     """
-    K, B, device = num_speculative_steps, len(idx_mapping), target_logits.device
+    from draftproof.integrations.vllm.parameters_v2 import arranged  # imports Triton
+
     # a padded target vocabulary: tokens that the drafter does not have are not tokens
     V = target_logits.shape[-1] if draft_logits is None else min(target_logits.shape[-1], draft_logits.shape[-1])
-    first, states = cu_num_logits[:-1].long(), idx_mapping.long()
-    warm = temperature[states] > 0
-    drafts = draft_tokens(draft_sampled, cu_num_logits, K)
-    parameters = kernels.Parameters.empty(B, device, filtered=False)
-    parameters["temperature"].copy_(warm.double())  # the logits were divided by it
-    parameters["seeds"].copy_(seed[states])
-    parameters["positions"].copy_(pos[first] + 1)
-    parameters["target_rows"].copy_(first)
-    parameters["lengths"].copy_(leading(drafts >= 0))
-    rows = None
+    rows, rows_per_state = None, 0
     if draft_logits is not None:
-        rule, rows = "token", draft_logits.flatten(0, 1)[:, :V]
-        parameters["draft_rows"].copy_(states * draft_logits.shape[1])
-        parameters["draft_temperature"].copy_(temperature[states].double())
+        rule, rows, rows_per_state = "token", draft_logits.flatten(0, 1)[:, :V], draft_logits.shape[1]
+    sources = (draft_sampled, cu_num_logits, pos, idx_mapping, temperature, seed)
+    parameters, drafts = arranged(*sources, K=num_speculative_steps, rows_per_state=rows_per_state)
     verdict = kernels.verify_rows(target_logits[:, :V], drafts, rows, parameters=parameters, rule=rule)
-    emitted = torch.where(verdict.faults == 0, verdict.accepted + 1, 0)
-    return verdict.tokens.clamp_min(0), emitted.int()
-
-
-def draft_tokens(draft_sampled: Int[Tensor, " N"], cu_num_logits: Int[Tensor, " B1"], K: int) -> Int[Tensor, "B K"]:
-    """Return the draft tokens of each request, -1 after the end of its draft."""
-    place = cu_num_logits[:-1, None].long() + 1 + torch.arange(K, device=draft_sampled.device)
-    inside = place < cu_num_logits[1:, None]
-    tokens = draft_sampled[place.clamp_max(len(draft_sampled) - 1)].long()
-    return torch.where(inside, tokens, -1).contiguous()
+    emitted = (verdict.accepted + 1).masked_fill_(verdict.faults != 0, 0)
+    return verdict.tokens.clamp_min_(0), emitted.int()

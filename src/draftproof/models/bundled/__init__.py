@@ -44,19 +44,23 @@ MANIFEST: Final = "manifest.json"
 
 
 def load(progress: bool = True, weights: str = "float32") -> tuple[Any, Any]:
-    """Return transformers' (model, tokenizer) of the bundled model in eval mode, on "float32" or "int4" weights."""
+    """Return (model, tokenizer) of the bundled model in eval mode: transformers' own on "float32" weights.
+
+    On "int4" weights they are a `Llama` and a `FileTokenizer`, which do without transformers.
+    """
     path = fetch(progress, weights)
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if weights == "int4":
+        from draftproof.models.llama import LlamaConfig
         from draftproof.models.quantised import llama_from_gguf
+        from draftproof.models.tokenizer_file import FileTokenizer
 
-        return llama_from_gguf(path / WEIGHTS, LlamaConfig.from_pretrained(path, local_files_only=True)), tokenizer
+        return llama_from_gguf(path / WEIGHTS, LlamaConfig.read(path / "config.json")), FileTokenizer(path)
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
     with _without_transformers_bar():
         model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    return model.eval(), tokenizer
+    return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def fetch(progress: bool = True, weights: str = "float32") -> Path:
@@ -114,7 +118,8 @@ def _build(report: Report, weights: str) -> None:
         )  # left by a killed process: no other process can be building, as this one holds the lock
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=cache_root()) as scratch:
         built = Path(scratch) / "model"
-        source = extract(SOURCE, Path(scratch), report)
+        kept = weights == "float32" and _is_intact(sha256, "int4")
+        source = folder("int4") / WEIGHTS if kept else extract(SOURCE, Path(scratch), report)
         make = keep if weights == "int4" else convert
         make(source, built, lambda done, total: report(f"Converting {source.name}", done, total))
         _write_manifest(built)

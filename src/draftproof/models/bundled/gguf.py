@@ -86,7 +86,12 @@ def _weights(gguf: Gguf, step: Callable[[int, int], None]) -> Iterator[tuple[str
 
 def rotated_heads(metadata: dict[str, Any], part: str) -> int | None:
     """Return the heads of a projection whose rows are rotated to positions; None if its rows are not."""
-    return int(metadata[ROTATED[part]]) if part in ROTATED else None
+    if part not in ROTATED:
+        return None
+    count = metadata.get(ROTATED[part])
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"{ROTATED[part]} is {count!r}; expected a number of heads")
+    return count
 
 
 def half_rotation(rows: Shaped[np.ndarray, "out inside"], heads: int) -> Shaped[np.ndarray, "out inside"]:

@@ -11,13 +11,13 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.head.network import Head, HeadShape
 from draftproof.models.head.taps import weights_hash
+from draftproof.models.transformers_types import PreTrainedModel
 
-__all__ = ["HeadMeta", "check_target", "load", "meta_for", "save", "weights_hash"]
+__all__ = ["HeadMeta", "check_sizes", "check_target", "load", "meta_for", "other_weights", "save", "weights_hash"]
 
 WEIGHTS: Final = "head.safetensors"
 METADATA: Final = "head.json"
@@ -76,7 +76,7 @@ def load(path: str | Path) -> tuple[Head, HeadMeta]:
     """Read a head, in float32 on the CPU and in eval mode, and its metadata."""
     metadata, shape = _read_metadata(path)
     try:
-        head = Head(HeadShape(**shape | {"taps": tuple(shape["taps"])}))
+        head = Head(HeadShape(**shape | {"taps": tuple(shape["taps"])}), seed=None)
         weights = load_file(Path(path) / WEIGHTS)
         meta = HeadMeta(ids=tuple(weights.pop(IDS).tolist()), **metadata)
         head.load_state_dict({name: weight.float() for name, weight in weights.items()})
@@ -117,8 +117,8 @@ def _read_metadata(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ValueError(f"{folder} is no head that can be read: {error}") from error
 
 
-def check_target(meta: HeadMeta, model: PreTrainedModel) -> None:
-    """Refuse a target that the head was not trained on: its drafts would be rejected, without an error."""
+def check_sizes(meta: HeadMeta, model: PreTrainedModel) -> None:
+    """Refuse a target of another architecture or size than the one the head was trained on."""
     config = decoder_config(model)
     compared = {
         "architecture": (meta.model_type, config.model_type),
@@ -132,8 +132,22 @@ def check_target(meta: HeadMeta, model: PreTrainedModel) -> None:
                 f"this head was trained on {meta.target}, whose {name} is {expected}; that of the target is {found}. "
                 "Use its own target, or train a head for this one: draftproof train"
             )
-    if weights_hash(model) != meta.weights:
-        raise ValueError(
-            f"this head was trained on {meta.target}; the target has the same sizes and other weights "
-            f"({weights_hash(model)[:12]}…, not {meta.weights[:12]}…). Train a head for it: draftproof train"
-        )
+
+
+def check_target(meta: HeadMeta, model: PreTrainedModel) -> None:
+    """Refuse every target but the one the head was trained on."""
+    check_sizes(meta, model)
+    other = other_weights(meta, model)
+    if other is not None:
+        raise ValueError(f"{other}. Train a head for it: draftproof train")
+
+
+def other_weights(meta: HeadMeta, model: PreTrainedModel) -> str | None:
+    """Say that a target has other weights than the one the head was trained on; None if it has the same."""
+    found = weights_hash(model)
+    if found == meta.weights:
+        return None
+    return (
+        f"this head was trained on {meta.target}; the target has the same sizes and other weights "
+        f"({found[:12]}…, not {meta.weights[:12]}…)"
+    )

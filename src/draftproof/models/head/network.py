@@ -12,12 +12,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from draftproof.core.device import to_device
 from draftproof.core.distribution import DraftVocab
 from draftproof.models.cuda_graphs import CapturedGraphs
 from draftproof.models.pool import LayerShape
+from draftproof.models.transformers_types import PreTrainedModel
 
 HEAD_BUCKET = 256
 """Slots: the buffers of a `HeadCache` grow by multiples of this."""
@@ -46,17 +46,18 @@ class HeadShape:
 
 
 class Head(nn.Module):
-    """The network of a head. Weights are drawn from `seed` until others are loaded."""
+    """The network of a head. Weights are drawn from `seed` until others are loaded; None leaves them undefined."""
 
-    def __init__(self, shape: HeadShape, seed: int = 0) -> None:
+    def __init__(self, shape: HeadShape, seed: int | None = 0) -> None:
         super().__init__()
         self.shape = shape
         H, d = shape.hidden, shape.head_dim
-        generator = torch.Generator().manual_seed(seed)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
 
         def linear(inputs: int, outputs: int, std: float) -> nn.Linear:
-            layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
-            nn.init.normal_(layer.weight, std=std, generator=generator)
+            layer = linear_on(torch.empty((outputs, inputs)))
+            if generator is not None:
+                nn.init.normal_(layer.weight, std=std, generator=generator)
             return layer
 
         def norm() -> nn.RMSNorm:
@@ -221,6 +222,19 @@ class HeadCache:
         for buffer, new in ((self.keys, keys), (self.values, values)):
             buffer.flatten(0, 1).index_copy_(0, flat, new.transpose(1, 2).flatten(0, 1).to(buffer.dtype))
         return self.keys[:, :reach].transpose(1, 2), self.values[:, :reach].transpose(1, 2)
+
+
+def linear_on(weight: Float[Tensor, "O I"]) -> nn.Linear:
+    """Return a linear layer without a bias on this matrix, without drawing another one first.
+
+    torch's `skip_init` does that too, and imports sympy for it, which takes half a second.
+    """
+    layer: nn.Linear = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(layer)
+    layer.out_features, layer.in_features = weight.shape
+    layer.weight = nn.Parameter(weight)
+    layer.register_parameter("bias", None)
+    return layer
 
 
 def rounded(slots: int) -> int:

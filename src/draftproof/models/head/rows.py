@@ -7,7 +7,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof.core.device import is_cpu, to_device
+from draftproof.models.compiled_pass import Attended
 from draftproof.models.cuda_graphs import CapturedGraphs
+from draftproof.models.head.compiled import CompiledHead
 from draftproof.models.head.network import FittedHead, Head, attend
 from draftproof.models.packed import PackedPass, Piece, Span
 from draftproof.models.packed import attend as attend_by_row
@@ -29,6 +31,7 @@ class HeadRows:
             # A gathered row is read as far as the longest: a masked slot has weight zero, and zero times NaN is NaN.
             for buffer in (*self.pool.keys, *self.pool.values):
                 buffer.zero_()
+        self._compiled = CompiledHead.of(self._network) if is_cpu(device) else None
         self.recordings = CapturedGraphs()
         """CUDA graphs of steps over these buffers."""
 
@@ -39,6 +42,8 @@ class HeadRows:
         """Return the states after the tokens of some rows, packed: widths[b] of row b, from entry starts[b] on."""
         spans = [Span(self._start(row), at, width) for row, at, width in zip(rows, starts, widths, strict=True)]
         this = PackedPass(tokens, spans, FULL)
+        if self._compiled is not None:
+            return self._run_compiled(tokens, h, this.positions, [Attended.of(span) for span in spans])
         group = self._network.shape.heads // self._network.shape.kv_heads
         return self._packed(tokens, h, this.positions, this.slots, this.pieces(0, group, torch.float32))
 
@@ -48,6 +53,13 @@ class HeadRows:
     ) -> Float[Tensor, "B w H"]:  # fmt: skip
         """Return the states after a level of each row's tree, the last w of its M nodes, which begin at starts[b]."""
         B, w, M = lineage.shape
+        positions = (torch.tensor(list(starts))[:, None] + lineage.sum(2) - 1).flatten()
+        if self._compiled is not None:
+            spans = [
+                Attended(self._start(row), before + M - w, w, seen, before)
+                for row, before, seen in zip(rows, starts, lineage, strict=True)
+            ]
+            return self._run_compiled(tokens.flatten(), h.flatten(0, 1), positions, spans).view(B, w, -1)
         group = self._network.shape.heads // self._network.shape.kv_heads
         pieces, slots = [], []
         for b, (row, before) in enumerate(zip(rows, starts, strict=True)):
@@ -56,8 +68,15 @@ class HeadRows:
             bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).repeat(group, 1)[None, None]
             pieces.append(Piece(slice(b * w, b * w + w), slice(at, at + before + M), w, bias))
             slots.append(torch.arange(at + before + M - w, at + before + M))
-        positions = (torch.tensor(list(starts))[:, None] + lineage.sum(2) - 1).flatten()
         return self._packed(tokens.flatten(), h.flatten(0, 1), positions, torch.cat(slots), pieces).view(B, w, -1)
+
+    def _run_compiled(
+        self, tokens: Int[Tensor, " N"], h: Float[Tensor, "N H"], positions: Int[Tensor, " N"],
+        spans: Sequence[Attended],
+    ) -> Float[Tensor, "N H"]:  # fmt: skip
+        [keys], [values] = self.pool.keys, self.pool.values
+        assert self._compiled is not None
+        return self._compiled(self._head.embedded(tokens), h, positions, spans, keys, values)
 
     def _packed(
         self, tokens: Int[Tensor, " N"], h: Float[Tensor, "N H"], positions: Int[Tensor, " N"],

@@ -7,11 +7,11 @@ from typing import Any, Final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.cpu_linear import PackedLinear
 from draftproof.models.head.network import HeadShape
+from draftproof.models.transformers_types import PreTrainedConfig, PreTrainedModel
 
 HASHED_WEIGHTS: Final = 2**14
 """Weights of a matrix that enter the hash, evenly spaced: enough to tell two models apart, and quick to read."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.head.checkpoint import CONFIG, Checkpoint
+from draftproof.models.transformers_types import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,193 @@
+"""Attend with few tokens of many rows in one compiled call, on a CPU, in float32.
+
+A call of torch's attention for every row and layer takes longer to begin than to compute. Here one call serves all rows
+of a layer. Every number is computed in one order that depends on its own row alone. Needs numba (`draftproof[cpu]`);
+without it torch's attention is called row by row.
+
+The exponential is that of avx512.py, written again: numba's cache on disk follows the time and size of one file.
+"""
+
+import ctypes
+from collections.abc import Callable
+from inspect import unwrap
+from typing import Any, Final, TypeVar
+
+import numba
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+REASSOCIATED: Final = {"reassoc", "contract", "nsz"}
+"""What LLVM may do to loops: sum in vectors, and fuse multiplications and additions. It is the same for every row."""
+
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+FIELDS: Final = 5
+"""Numbers of a piece of work: first token, tokens, first slot, slots, and the address of a bias or 0."""
+
+
+(PIECES, TABLE, QUERIES, QUERY_HEAD, QUERY_TOKEN, KEYS, KEY_HEAD, KEY_SLOT, VALUES, VALUE_HEAD, VALUE_SLOT, OUT, HEADS,
+ SHARED, KEY_SIZE, VALUE_SIZE, SCALE, SCRATCH, SCRATCH_BYTES) = range(19)  # fmt: skip
+"""Numbers of a call, in order: sizes, addresses, and strides in numbers."""
+
+START: Final = ctypes.CDLL(None).GOMP_parallel
+"""Start (a compiled region's address, the address of its numbers, threads, 0): threads are those that torch uses."""
+START.argtypes, START.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+
+threads_running = types.ExternalFunction("omp_get_num_threads", types.int32())
+thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
+
+
+def _pointer_to(kind: Any) -> Any:
+    @intrinsic
+    def pointer(typingctx, address):  # type: ignore[no-untyped-def]
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), codegen
+
+    return pointer
+
+
+floats, longs = _pointer_to(types.float32), _pointer_to(types.int64)
+
+
+@intrinsic
+def address_of(typingctx, pointer):  # type: ignore[no-untyped-def]
+    """Return a pointer as an integer."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ptrtoint(arguments[0], ir.IntType(64))
+
+    return types.int64(types.voidptr), codegen
+
+
+@intrinsic
+def nearest(typingctx, number):  # type: ignore[no-untyped-def]
+    """Round a float32 to the nearest whole number, ties to even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.nearbyint.f32"), arguments)
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def power_of_two(typingctx, exponent):  # type: ignore[no-untyped-def]
+    """Return 2 to a whole number from -126 to 127, by writing the bits of a float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        bits = builder.shl(builder.add(builder.fptosi(arguments[0], word), word(127)), word(23))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(types.float32), codegen
+
+
+def compiled(**options: Any) -> Callable[[Loop], Loop]:
+    """Return a decorator that compiles a function; what checks its types in tests is taken off first."""
+    return lambda function: njit(nogil=True, **options)(unwrap(function))
+
+
+@compiled(inline="always")
+def exponential(x: Any) -> Any:
+    """Return eˣ to a relative 2⁻²² or so, for x from -87 to 87: a polynomial, so that loops over it are vectors."""
+    x = min(max(x, numba.float32(-87.0)), numba.float32(87.0))
+    whole = nearest(x * numba.float32(1.4426950408889634))
+    rest = x - whole * numba.float32(0.693359375)
+    rest = rest + whole * numba.float32(2.12194440e-4)
+    result = numba.float32(1.9875691500e-4)
+    result = result * rest + numba.float32(1.3981999507e-3)
+    result = result * rest + numba.float32(8.3334519073e-3)
+    result = result * rest + numba.float32(4.1665795894e-2)
+    result = result * rest + numba.float32(1.6666665459e-1)
+    result = result * rest + numba.float32(5.0000001201e-1)
+    result = result * rest * rest + rest + numba.float32(1.0)
+    return result * power_of_two(whole)
+
+
+@compiled(fastmath=REASSOCIATED)
+def score(query: Any, keys: Any, step: Any, count: Any, size: Any, scores: Any) -> None:
+    """Write the products of a query with `count` keys, `step` numbers apart; four at a time."""
+    whole = count // 4 * 4
+    for slot in range(0, whole, 4):
+        a = b = c = d = numba.float32(0)
+        k = floats(keys + slot * step * 4)
+        for i in range(size):
+            a += query[i] * k[i]
+            b += query[i] * k[i + step]
+            c += query[i] * k[i + 2 * step]
+            d += query[i] * k[i + 3 * step]
+        scores[slot], scores[slot + 1], scores[slot + 2], scores[slot + 3] = a, b, c, d
+    for slot in range(whole, count):
+        a = numba.float32(0)
+        k = floats(keys + slot * step * 4)
+        for i in range(size):
+            a += query[i] * k[i]
+        scores[slot] = a
+
+
+@compiled(fastmath=REASSOCIATED)
+def softmax(scores: Any, count: Any) -> None:
+    """Make scores into weights that sum to 1."""
+    largest = numba.float32(-3e38)
+    for i in range(count):
+        largest = max(largest, scores[i])
+    total = numba.float32(0)
+    for i in range(count):
+        scores[i] = exponential(scores[i] - largest)
+        total += scores[i]
+    inverse = numba.float32(1) / total
+    for i in range(count):
+        scores[i] *= inverse
+
+
+@compiled(fastmath={"contract"})
+def weighted_sum(weights: Any, values: Any, step: Any, count: Any, size: Any, out: Any) -> None:
+    """Write the sum of `count` values by their weights; four at a time."""
+    for i in range(size):
+        out[i] = numba.float32(0)
+    whole = count // 4 * 4
+    for slot in range(0, whole, 4):
+        v = floats(values + slot * step * 4)
+        a, b, c, d = weights[slot], weights[slot + 1], weights[slot + 2], weights[slot + 3]
+        for i in range(size):
+            out[i] += (a * v[i] + b * v[i + step]) + (c * v[i + 2 * step] + d * v[i + 3 * step])
+    for slot in range(whole, count):
+        v = floats(values + slot * step * 4)
+        for i in range(size):
+            out[i] += weights[slot] * v[i]
+
+
+@compiled(fastmath={"contract"})
+def attend_share(this: Any, thread: Any, threads: Any) -> None:
+    """Attend with a thread's share of the heads of every piece; `this` are the numbers of CALL."""
+    heads, size, scale = this[HEADS], this[KEY_SIZE], floats(this[SCALE])[0]
+    scratch = floats(this[SCRATCH] + thread * this[SCRATCH_BYTES])
+    scores = floats(this[SCRATCH] + thread * this[SCRATCH_BYTES] + size * 4)
+    for item in range(this[PIECES] * heads * thread // threads, this[PIECES] * heads * (thread + 1) // threads):
+        piece, head = longs(this[TABLE] + item // heads * FIELDS * 8), item % heads
+        shared = head // (heads // this[SHARED])
+        k = this[KEYS] + (shared * this[KEY_HEAD] + piece[2] * this[KEY_SLOT]) * 4
+        v = this[VALUES] + (shared * this[VALUE_HEAD] + piece[2] * this[VALUE_SLOT]) * 4
+        for token in range(piece[1]):
+            q = floats(this[QUERIES] + (head * this[QUERY_HEAD] + (piece[0] + token) * this[QUERY_TOKEN]) * 4)
+            for i in range(size):
+                scratch[i] = q[i] * scale
+            score(scratch, k, this[KEY_SLOT], piece[3], size, scores)
+            if piece[4] != 0:
+                bias = floats(piece[4] + token * piece[3] * 4)
+                for i in range(piece[3]):
+                    scores[i] = max(scores[i] + bias[i], numba.float32(-3e38))
+            softmax(scores, piece[3])
+            place = ((piece[0] + token) * heads + head) * this[VALUE_SIZE] * 4
+            weighted_sum(scores, v, this[VALUE_SLOT], piece[3], this[VALUE_SIZE], floats(this[OUT] + place))
+
+
+def _region(data: Any) -> None:
+    attend_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
+
+
+region: Final = cfunc(types.void(types.voidptr), cache=True)(unwrap(_region))
