@@ -26,8 +26,11 @@ def server(folder):
 
 @pytest.fixture(scope="module")
 def endless(endless_folder):
-    """A server whose texts end by their limit only."""
-    with serving(load(endless_folder)) as running:
+    """A server whose texts end by their limit only.
+
+    Drafts have a fixed length: with "auto" a slow moment of the machine can switch drafting off for a whole text.
+    """
+    with serving(load(endless_folder, num_draft_tokens=4)) as running:
         yield running
 
 

@@ -53,7 +53,7 @@ class PageServer:
 
     def chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         parts = self.answer
-        if body["num_draft_tokens"] == 0:
+        if body.get("num_draft_tokens") == 0:
             whole = "".join(text for text, _ in parts) if self.plain is None else self.plain
             parts = tuple((word, "plain") for word in whole)
         for count, (text, origin) in enumerate(parts, 1):

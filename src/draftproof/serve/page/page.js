@@ -97,7 +97,7 @@ async function complete(messages, asked, signal, onPart = () => {}) {
     messages, stream: true, draftproof_trace: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
     temperature: asked.temperature, max_tokens: asked.maxTokens, seed: asked.seed,
-    num_draft_tokens: asked.speculation ? "auto" : 0,
+    ...(asked.speculation ? {} : { num_draft_tokens: 0 }), // with speculation the server's own draft length
     ...(asked.rule ? { rule: asked.rule } : {}),
   };
   const answer = { text: "", parts: [], tokens: 0, started: performance.now(), first: null, last: null, draftproof: null };
