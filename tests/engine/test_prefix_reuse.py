@@ -8,8 +8,10 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine import prefix_cache, scheduler
 from draftproof.engine.request import Request, Session
+from draftproof.models import prompt_chunks
 from draftproof.models.extents import PAGE
 from draftproof.models.hf import HFModel
+from draftproof.models.rows import PooledRows
 from engine.many_texts import unchecked
 from engine.schedules import BASES, open_engine, target
 from engine.tiny import neighbour
@@ -93,7 +95,7 @@ def reusable(prompts, answers, i):
 def test_a_wrong_prefix_changes_the_text(monkeypatch):
     """A control: without the comparison of tokens the texts above differ."""
     monkeypatch.setattr(
-        prefix_cache, "_shared_chunks", lambda prompt, tokens: (min(len(prompt), len(tokens)) - 2) // PAGE * PAGE
+        prefix_cache, "_shared_pages", lambda prompt, tokens: (min(len(prompt), len(tokens)) - 2) // PAGE * PAGE
     )
     engine, fresh = open_engine("none"), open_engine("none")
     run(engine, BASES[1][:140], SEEDED)
@@ -271,14 +273,39 @@ def a_session(prompt, seeded=True):
     ],
 )
 def test_whole_chunks_with_a_shared_token_after_them(prompt, held, shared):
-    assert prefix_cache._shared_chunks(BASES[0][:prompt], BASES[0][:held]) == shared
+    assert prefix_cache._shared_pages(BASES[0][:prompt], BASES[0][:held]) == shared
 
 
 def test_a_chunk_whose_next_token_differs_is_not_shared():
-    assert prefix_cache._shared_chunks([*BASES[0][:64], 1, 1, 1], [*BASES[0][:64], 2, 1, 1]) == 0
-    assert prefix_cache._shared_chunks([*BASES[0][:128], 1, 1, 1], [*BASES[0][:128], 2, 1, 1]) == 64
+    assert prefix_cache._shared_pages([*BASES[0][:64], 1, 1, 1], [*BASES[0][:64], 2, 1, 1]) == 0
+    assert prefix_cache._shared_pages([*BASES[0][:128], 1, 1, 1], [*BASES[0][:128], 2, 1, 1]) == 64
+
+
+def most_shared(session, other):
+    return prefix_cache.PrefixCache().most_shared(session, [other], PooledRows.__new__(PooledRows))
 
 
 def test_texts_that_share_nothing_share_nothing():
-    assert prefix_cache.PrefixCache().most_shared(a_session(BASES[0]), [a_session(BASES[1])]) == 0
-    assert prefix_cache.PrefixCache().most_shared(a_session(BASES[0]), [a_session(BASES[0])]) == 3 * PAGE
+    assert most_shared(a_session(BASES[0]), a_session(BASES[1])) == 0
+    assert most_shared(a_session(BASES[0]), a_session(BASES[0])) == 3 * PAGE
+
+
+def test_seeded_requests_share_whole_chunks_and_others_whole_pages(monkeypatch):
+    monkeypatch.setattr(prompt_chunks, "ATTENTION_DOUBLES", 40)
+    assert most_shared(a_session(BASES[0]), a_session(BASES[0])) == prompt_chunks.chunk_around(3 * PAGE)[0] < 3 * PAGE
+    assert most_shared(a_session(BASES[0], seeded=False), a_session(BASES[0])) == 3 * PAGE
+
+
+@pytest.mark.parametrize("kind", ["none", "head"])
+def test_the_rest_of_a_chunk_is_not_passed_on_to_seeded_requests_as_a_whole_one(kind, monkeypatch):
+    """The second request begins within a chunk: what it reads up to the border is narrower than the chunk."""
+    monkeypatch.setattr(prompt_chunks, "ATTENTION_DOUBLES", 48)
+    border, _ = prompt_chunks.chunk_around(2 * PAGE)
+    assert border < 2 * PAGE
+    engine, fresh = open_engine(kind), open_engine(kind)
+    second = [*BASES[0][:150], *BASES[1][:46]]
+    run(engine, BASES[0][:196], UNSEEDED)
+    assert run(engine, second, UNSEEDED).stats.cached_tokens == 2 * PAGE
+    third = run(engine, second, SEEDED, 12)
+    assert third.stats.cached_tokens == border
+    assert third.tokens == run(fresh, second, SEEDED, 12).tokens

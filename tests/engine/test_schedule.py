@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from draftproof.engine import prefix_cache, scheduler
 from draftproof.engine.draft_length import AutoLength
-from draftproof.models import rows
+from draftproof.models import prompt_chunks
 from draftproof.models.pool import KVPool
 from draftproof.models.rows import PooledRows
 from engine.many_texts import unchecked
@@ -43,7 +43,8 @@ def rows_that_grow(monkeypatch):
 @pytest.fixture(autouse=True)
 def chunks_of_all_sizes(monkeypatch):
     """Read short prompts in chunks that become smaller, as long ones are."""
-    monkeypatch.setattr(rows, "CHUNKS", ((128, 16), (64, 32), (0, 64)))
+    monkeypatch.setattr(prompt_chunks, "ATTENTION_DOUBLES", 48)
+    assert {prompt_chunks.chunk_size(start) for start in (0, 64, 96, 200)} == {64, 32, 24, 16}
 
 
 def run_schedules(kind, examples, seen, pages=PAGES, *, crowds=False):
@@ -139,7 +140,7 @@ def shares_from_a_wrong_row(monkeypatch):
 
 def matches_prefixes_by_length_alone(monkeypatch):
     monkeypatch.setattr(
-        prefix_cache, "_shared_chunks", lambda prompt, tokens: max(0, min(len(prompt) - 2, len(tokens) - 1)) // 64 * 64
+        prefix_cache, "_shared_pages", lambda prompt, tokens: max(0, min(len(prompt) - 2, len(tokens) - 1)) // 64 * 64
     )
 
 

@@ -61,24 +61,29 @@ class PrefixCache:
         ]
         held += [(s.id, s.tokens, rows.length(s.id), s.whole_chunks) for s in active if s is not session]
         best: Found | None = None
-        unit = (rows.chunk or PAGE) if session.request.seeded else PAGE
         for row, tokens, length, whole in held:
             usable = min(length, whole) if session.request.seeded else length
-            shared = min(_shared_chunks(session.request.prompt, tokens), usable) // unit * unit
+            shared = _whole(min(_shared_pages(session.request.prompt, tokens), usable), session, rows)
             if shared > (best.length if best is not None else 0):
                 best = Found(row, shared, whole)
         return best
 
-    def most_shared(self, session: Session, others: Sequence[Session]) -> int:
+    def most_shared(self, session: Session, others: Sequence[Session], rows: PooledRows) -> int:
         """Return how many tokens of the prompt, in whole chunks, one of these prompts begins with."""
         own = session.request.prompt
         if len(own) - 2 < PAGE:
             return 0
-        return max((_shared_chunks(own, s.request.prompt) for s in others if s is not session), default=0)
+        most = max((_shared_pages(own, s.request.prompt) for s in others if s is not session), default=0)
+        return _whole(most, session, rows)
 
 
-def _shared_chunks(prompt: Sequence[int], tokens: Sequence[int]) -> int:
-    """Count the tokens of the chunks that both texts begin with, followed by at least one token that they share.
+def _whole(tokens: int, session: Session, rows: PooledRows) -> int:
+    """Round down to what a request may take over: whole chunks if it is seeded, otherwise whole pages."""
+    return rows.chunk_around(tokens)[0] if session.request.seeded else tokens // PAGE * PAGE
+
+
+def _shared_pages(prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """Count the tokens of the pages that both texts begin with, followed by at least one token that they share.
 
     A drafter's state at a token may depend on the token after it. The prompt's last token is never read, and the one
     before it always is: a drafter may need the target's states there.

@@ -24,6 +24,7 @@ from draftproof.engine.round import Clock, Emitted, Parts, advance
 from draftproof.models.cuda_graphs import launches
 from draftproof.models.extents import PAGE
 from draftproof.models.pool import PoolFull, pages_within
+from draftproof.models.prompt_chunks import ATTENTION_DOUBLES
 from draftproof.models.rows import PackedModel, PooledRows, Read, Reading, RectangularRows, open_rows
 from draftproof.rules import RULES, resolve
 
@@ -36,9 +37,6 @@ RESERVED: int = 256
 CHUNKS_ALONE: int = 8
 """Chunks of prompts that are read in one pass while no row decodes: larger passes are hardly faster on a CPU. More are
 not read beside rows that are streamed either."""
-
-ATTENTION_DOUBLES: int = 2048
-"""Tokens before a token at which attending to them takes about as long as all else of reading it."""
 
 PREFILL_PER_ROW: int = 4
 """Tokens of prompts read in a round for each row that decodes: a round then takes about three times as long at most."""
@@ -436,7 +434,7 @@ class Scheduler:
                     self._reuse(session, found, parts)
             at, stop = session.read, len(session.request.prompt) - 1
             while at < stop and budget > 0:
-                end = min(stop, self.rows.chunk_end(at))
+                end = min(stop, self.rows.chunk_around(at)[1])
                 cost = (end - at) * (1 + at / ATTENTION_DOUBLES)
                 if chunks and cost > 2 * budget:  # less than half of it is within the budget
                     return chunks
@@ -449,7 +447,9 @@ class Scheduler:
         """Return whether chunks that are read in this round hold more of a prompt than any row does now."""
         if not self.reuse_prefixes or _scores_prompt(session):
             return False
-        return self.prefixes.most_shared(session, [s for s, _ in chunks]) > (0 if found is None else found.length)
+        assert isinstance(self.rows, PooledRows)
+        most = self.prefixes.most_shared(session, [s for s, _ in chunks], self.rows)
+        return most > (0 if found is None else found.length)
 
     def _prefill_budget(self, size: int) -> int:
         """Return how many tokens of prompts are read in this round.
@@ -465,7 +465,7 @@ class Scheduler:
         return max(size * min(CHUNKS_ALONE, len(self.reading)), PREFILL_PER_ROW * len(self.running))
 
     def _is_whole_chunk(self, start: int, tokens: int) -> bool:
-        return isinstance(self.rows, PooledRows) and self.rows.chunk_end(start) == start + tokens
+        return isinstance(self.rows, PooledRows) and self.rows.chunk_around(start) == (start, start + tokens)
 
     def _record_reading(
         self, reading: list[tuple[Session, Reading]], read: list[Read], parts: Parts, clock: Clock

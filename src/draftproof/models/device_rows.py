@@ -34,8 +34,9 @@ class DeviceRows(PooledRows):
         capacity = slots if longest is None else min(slots, longest + WIDEST)
         self._device_pool = DevicePool(self.pool.keys, self.pool.values, slots, capacity)
 
-    def chunk_end(self, position: int) -> int:
-        return position - position % DEVICE_CHUNK + DEVICE_CHUNK
+    def chunk_around(self, position: int) -> tuple[int, int]:
+        start = position - position % DEVICE_CHUNK
+        return start, start + DEVICE_CHUNK
 
     def score(self, blocks: Sequence[Block], *, layers: Sequence[int] = (), reading: Sequence[Reading] = ()) -> Scores:
         """Read prompts in one packed pass, then score each block in a pass of its own."""

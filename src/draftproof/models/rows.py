@@ -5,7 +5,7 @@ packed: it pads rows to one width, and copies its cache when rows enter or leave
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +16,7 @@ from draftproof.models.extents import PAGE
 from draftproof.models.interface import Cache, Forward, Model
 from draftproof.models.packed import PackedPass, Span
 from draftproof.models.pool import KVPool, LayerShape, SavedRow
+from draftproof.models.prompt_chunks import chunk_around
 
 
 class Block(NamedTuple):
@@ -60,16 +61,12 @@ class Scores(NamedTuple):
     read: list[Read]
 
 
-CHUNKS: Final = ((3584, PAGE // 4), (1024, PAGE // 2), (0, PAGE))
-"""Tokens of a prompt that are read at a time, from a position on: attending takes longer the more there are before."""
-
-
 @runtime_checkable
 class Rows(Protocol):
     """The cached texts of a model, by name."""
 
     chunk: int | None
-    """Tokens of a prompt that are read at a time; None: a prompt is read as a whole."""
+    """Tokens of a prompt that are read at a time at most; None: a prompt is read as a whole."""
 
     def enter(self, row: int, tokens: int, source: Sequence[int] | None = None) -> None:
         """Add an empty row with room for this many tokens; `source` is an encoder's input."""
@@ -164,10 +161,9 @@ class PooledRows:
     def length(self, row: int) -> int:
         return self.pool.rows[row].length
 
-    def chunk_end(self, position: int) -> int:
-        """Return where the chunk of a prompt that holds this position ends; borders are the same for all prompts."""
-        size = next(size for start, size in CHUNKS if position >= start)
-        return position - position % size + size
+    def chunk_around(self, position: int) -> tuple[int, int]:
+        """Return where the chunk of a prompt that holds this position begins and ends."""
+        return chunk_around(position)
 
     def enter(self, row: int, tokens: int, source: Sequence[int] | None = None) -> None:
         self.pool.enter(row, tokens)
