@@ -129,6 +129,37 @@ def test_a_first_token_that_fails_mostly_is_no_reason_for_short_drafts():
     assert best_length(record_of(0.3, 0.95), Costs()) > best_length(record_of(0.8, 0.3), Costs())
 
 
+def sessions_of(count: int, *, seeded: bool) -> list[Session]:
+    return [Session.start(Request((1,), SamplingParams(seed=i), 90, seeded=seeded)) for i in range(count)]
+
+
+def test_what_one_rows_drafts_show_counts_for_all_rows_at_once():
+    """If each row found out alone, a batch would try a useless drafter once for every row."""
+    auto = AutoLength()
+    rows = sessions_of(4, seeded=False)
+    before = auto.lengths(rows)
+    assert min(before) > 0
+    for _ in range(6):
+        auto.record_draft(rows[0], 4, 0, asked=4)
+    assert max(auto.lengths(rows)) == 0
+    for _ in range(30):
+        auto.record_draft(rows[1], 4, 4, asked=4)
+    after = auto.lengths(rows)
+    assert after[1] == max(after) > 0
+    assert after[0] < after[1], "its own drafts count more"
+
+
+def test_seeded_rows_learn_from_their_own_drafts_alone():
+    auto = AutoLength()
+    first, second = sessions_of(2, seeded=True)
+    before = auto.lengths([first, second])
+    for _ in range(6):
+        auto.record_draft(first, 4, 0, asked=4)
+    after = auto.lengths([first, second])
+    assert after[0] < before[0]
+    assert after[1] == before[1]
+
+
 def test_a_record_follows_recent_drafts():
     record = DraftRecord()
     for _ in range(30):

@@ -35,10 +35,13 @@ LEAST_GAIN: Final = 0.02
 """Gain in speed that drafting must promise: the best of many noisy estimates promises more than it keeps."""
 
 PRIOR_DRAFTS: Final = 2.0
-"""Drafts that a new request's assumed acceptance rates weigh as much as."""
+"""Drafts of a request's own that the typical acceptance rates weigh as much as."""
 
 DECAY: Final = 0.9
 """Weight that earlier drafts keep in an acceptance rate when a new one is recorded."""
+
+TYPICAL_DECAY: Final = 0.97
+"""The same for the rates of all requests together, which differ less from one moment to the next."""
 
 HIGHEST_RATE: Final = 0.98
 """Upper bound on an estimated acceptance rate: a few drafts that were all accepted do not prove a rate of 1."""
@@ -80,8 +83,8 @@ class AutoLength:
     """Costs of rounds of more rows, by the powers of two between which their number is."""
     fixed: "Costs" = field(default_factory=lambda: Costs())
     records: dict[int, "DraftRecord"] = field(default_factory=dict)
-    typical: "DraftRecord" = field(default_factory=lambda: DraftRecord())
-    """Drafts of recent requests without a seed of their own: what the next such request is assumed to be like."""
+    typical: "DraftRecord" = field(default_factory=lambda: DraftRecord.decaying(TYPICAL_DECAY))
+    """Drafts of requests without a seed of their own: what a row with few drafts is assumed to be like."""
 
     def costs(self, rows: int) -> "Costs":
         """Return the costs of rounds of about so many rows.
@@ -222,12 +225,20 @@ class DraftRecord:
     rounds_since_probe: int = 0
     """Rounds since at least `PROBE_LENGTH` tokens were asked for and a draft was made."""
 
+    @classmethod
+    def decaying(cls, decay: float) -> "DraftRecord":
+        """Return a new record in which earlier drafts keep this share of their weight."""
+        record = cls()
+        record.first.decay = record.later.decay = record.continued.decay = decay
+        return record
+
     def begun(self) -> "DraftRecord":
-        """Return the record of a new request that is assumed to be like this one."""
-        first, later, continued = (
-            DecayingRate(PRIOR_DRAFTS * rate.value, PRIOR_DRAFTS) for rate in (self.first, self.later, self.continued)
-        )
-        return DraftRecord(first, later, continued)
+        """Return the record of a new request that is like this one as far as its own drafts do not say otherwise.
+
+        Its rates follow this record's, so that what the drafts of one row show counts for all rows at once: if each
+        found out alone, a batch of requests would try a useless drafter once for every row.
+        """
+        return DraftRecord(*(DecayingRate(0.0, 0.0, prior=rate) for rate in (self.first, self.later, self.continued)))
 
     def ask(self, length: int) -> int:
         """Remember the length asked for, and return it."""
@@ -249,19 +260,26 @@ class DraftRecord:
 
 @dataclass(slots=True)
 class DecayingRate:
-    """A success rate in which earlier trials lose weight."""
+    """A success rate in which earlier trials lose weight.
+
+    prior  a rate that counts as PRIOR_DRAFTS trials; None: only own trials count
+    """
 
     successes: float
     trials: float
+    decay: float = DECAY
+    prior: "DecayingRate | None" = None
 
     @property
     def value(self) -> float:
-        return self.successes / self.trials
+        if self.prior is None:
+            return self.successes / self.trials
+        return (self.successes + PRIOR_DRAFTS * self.prior.value) / (self.trials + PRIOR_DRAFTS)
 
     def update(self, successes: int, trials: int) -> None:
         if trials:
-            self.successes = DECAY * self.successes + successes
-            self.trials = DECAY * self.trials + trials
+            self.successes = self.decay * self.successes + successes
+            self.trials = self.decay * self.trials + trials
 
 
 @dataclass(slots=True)
