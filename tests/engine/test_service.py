@@ -1,6 +1,7 @@
 """The service: threads and coroutines share one engine, every stream is its own, and nobody waits for ever."""
 
 import asyncio
+import contextlib
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,40 @@ def test_coroutines_get_their_own_texts(kind):
             await service.aclose()
 
     assert asyncio.run(every()) == expected
+
+
+def test_a_round_wakes_an_event_loop_once():
+    """Not once for every text: waking takes longer than what a fast model leaves between two rounds."""
+    engine, wakes = open_engine("none", max_batch=8), []
+
+    async def read(service, i):
+        stream = service.submit(PROMPTS[1], S(seed=i), max_tokens=20)
+        return sum([len(chunk.tokens) async for chunk in stream])
+
+    async def every():
+        loop = asyncio.get_running_loop()
+        real = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda call, *given: wakes.append(call) or real(call, *given)
+        async with contextlib.aclosing(engine.service()) as service:
+            before = engine._loop.rounds
+            texts = await asyncio.wait_for(asyncio.gather(*(read(service, i) for i in range(8))), WAIT)
+            return texts, engine._loop.rounds - before, len(wakes)
+
+    texts, rounds, woken = asyncio.run(every())
+    assert texts == [20] * 8
+    assert 0 < woken <= rounds
+
+
+def test_who_iterates_again_gets_nothing_and_does_not_wait():
+    with open_engine("none").service() as service:
+        stream = service.submit(PROMPTS[1], S(seed=0), max_tokens=3)
+        assert sum(len(chunk.tokens) for chunk in stream) == 3
+        assert in_thread(lambda: list(stream)) == []
+
+        async def again():
+            return [chunk async for chunk in stream]
+
+        assert in_thread(lambda: asyncio.run(again())) == []
 
 
 def test_the_last_chunk_has_the_reason_and_comes_once():

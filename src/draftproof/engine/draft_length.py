@@ -238,7 +238,10 @@ class DraftRecord:
         Its rates follow this record's, so that what the drafts of one row show counts for all rows at once: if each
         found out alone, a batch of requests would try a useless drafter once for every row.
         """
-        return DraftRecord(*(DecayingRate(0.0, 0.0, prior=rate) for rate in (self.first, self.later, self.continued)))
+        first, later, continued = (
+            DecayingRate(0.0, 0.0, prior=rate) for rate in (self.first, self.later, self.continued)
+        )
+        return DraftRecord(first, later, continued)
 
     def ask(self, length: int) -> int:
         """Remember the length asked for, and return it."""

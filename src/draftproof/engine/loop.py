@@ -25,6 +25,8 @@ class Loop:
     extend: Extend
     rounds: int = 0
     """Rounds run so far."""
+    after_step: list[Callable[[], None]] = field(default_factory=list)
+    """Called after every round, by the thread that ran it."""
     _changed: Condition = field(default_factory=Condition)
     _arriving: deque[Session] = field(default_factory=deque)
     _leaving: deque[Session] = field(default_factory=deque)
@@ -98,6 +100,8 @@ class Loop:
         finally:
             running = (*self.scheduler.running, *self.scheduler.reading)
             self.scheduler.remove([s for s in running if s.finish_reason is not None])
+            for call in self.after_step:
+                call()
 
     def _take_up(self) -> None:
         with self._changed:

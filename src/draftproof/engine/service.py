@@ -7,8 +7,10 @@ import asyncio
 import ctypes
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
-from threading import Condition, Lock, Thread
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, Final
 
 from draftproof.core.sampling import SamplingParams, is_whole
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 OMP_PAUSE_HARD: Final = 2
 """OpenMP's request to give up all that it holds; it starts again when it is needed."""
+
+Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
 class QueueFullError(RuntimeError):
@@ -36,11 +40,17 @@ class RequestStream:
 
     def __init__(self, service: "Service", session: Session) -> None:
         self._service, self._session = service, session
-        self._chunks: deque[Chunk] = deque()
-        self._changed = Condition()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        self._is_complete = session.finish_reason is not None
-        """Whether the last chunk is here; the session has its finish reason a little earlier."""
+        self._chunks: SimpleQueue[Chunk | None] = SimpleQueue()
+        """Chunks that nobody has taken yet; None after the last one."""
+        self._waiters: deque[Waiter] = deque()
+        """Coroutines that wait for a chunk."""
+        self._end_waiters: deque[Waiter] = deque()
+        """Coroutines that wait for the end of the text."""
+        self._ended = Event()
+        """Set when the last chunk is here; the session has its finish reason a little earlier."""
+        if session.finish_reason is not None:
+            self._chunks.put(None)
+            self._ended.set()
         session.listener = self._push
 
     @property
@@ -58,40 +68,32 @@ class RequestStream:
 
     def __iter__(self) -> Iterator[Chunk]:
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(self._is_ready)
-                    chunk = self._chunks.popleft() if self._chunks else None
-                if chunk is None:
-                    raise_error(self._session)
-                    return
+            while (chunk := self._chunks.get()) is not None:
                 yield chunk
+            self._end()
         finally:
             self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         try:
-            while True:
-                await self._ready()
-                if not self._chunks:
-                    raise_error(self._session)
-                    return
-                yield self._chunks.popleft()
+            while (chunk := await self._next()) is not None:
+                yield chunk
+            self._end()
         finally:
             self.cancel()
 
     def result(self) -> Output:
         """Wait for the end of the text and return all of it; raise if the request failed."""
-        with self._changed:
-            self._changed.wait_for(self._has_ended)
+        self._ended.wait()
         raise_error(self._session)
         return self._session.result()
 
     async def aresult(self) -> Output:
         """Wait for the end of the text and return all of it; raise if the request failed. For coroutines."""
-        while not self._has_ended():
-            self._chunks.clear()
-            await self._ready()
+        waiter = new_waiter()
+        self._end_waiters.append(waiter)
+        if not self._has_ended():  # looked at after the waiter is there: the end cannot come unnoticed in between
+            await waiter[1]
         raise_error(self._session)
         return self._session.result()
 
@@ -100,38 +102,55 @@ class RequestStream:
         self._service.cancel(self.id)
 
     def _has_ended(self) -> bool:
-        return self._is_complete
+        return self._ended.is_set()
 
-    def _is_ready(self) -> bool:
-        return bool(self._chunks) or self._has_ended()
+    def _end(self) -> None:
+        """Leave the end for whoever iterates again, and raise if the request failed."""
+        self._chunks.put(None)
+        raise_error(self._session)
 
-    async def _ready(self) -> None:
-        event = asyncio.Event()
-        waiter = asyncio.get_running_loop(), event
-        with self._changed:
-            if self._is_ready():
-                return
+    async def _next(self) -> Chunk | None:
+        while True:
+            with suppress(Empty):
+                return self._chunks.get_nowait()
+            waiter = new_waiter()
             self._waiters.append(waiter)
-        try:
-            await event.wait()
-        finally:
-            with self._changed:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
+            if self._chunks.empty():
+                await waiter[1]
 
     def _push(self, chunk: Chunk) -> None:
-        """Take a chunk from the thread that runs the rounds, and wake whoever waits for it."""
-        with self._changed:
-            if chunk.tokens or chunk.text or chunk.finish_reason not in (None, "error"):
-                self._chunks.append(chunk)
-            self._is_complete = chunk.finish_reason is not None
-            self._changed.notify_all()
-            waiters, self._waiters = self._waiters, []
+        """Take a chunk from the thread that runs the rounds; it is delivered when the round is over."""
+        self._service.deliver_later(self, chunk)
+
+    def deliver(self, chunk: Chunk) -> Iterable[Waiter]:
+        """Hand a chunk to whoever iterates; return the coroutines to wake."""
+        if chunk.tokens or chunk.text or chunk.finish_reason not in (None, "error"):
+            self._chunks.put(chunk)
         if chunk.finish_reason is not None:
+            self._chunks.put(None)
+            self._ended.set()
             self._service.forget(self.id)
-        for loop, event in waiters:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
+            yield from drained(self._end_waiters)
+        yield from drained(self._waiters)
+
+
+def drained(waiters: deque[Waiter]) -> Iterable[Waiter]:
+    """Take out all waiters, while others may be added."""
+    while waiters:
+        yield waiters.popleft()
+
+
+def new_waiter() -> Waiter:
+    """Return a future of the coroutine that runs, with its event loop."""
+    loop = asyncio.get_running_loop()
+    return loop, loop.create_future()
+
+
+def resolve_all(futures: Sequence[asyncio.Future[None]]) -> None:
+    """Resolve futures of the event loop that calls this, unless their coroutines were cancelled."""
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
 
 
 class Service:
@@ -155,6 +174,11 @@ class Service:
         self._lock = Lock()
         """Held while a request is submitted, so that none arrives after the last look at those that run."""
         self._is_closing = False
+        self._undelivered: list[tuple[RequestStream, Chunk]] = []
+        """Chunks of the round that runs."""
+        self._delivering = Lock()
+        """Held while chunks are added or taken: another thread may run a round when the service fails."""
+        self._loop.after_step.append(self._deliver)
         end_openmp_threads()
         self._thread = Thread(target=self._run, name="draftproof service", daemon=True)
         self._thread.start()
@@ -187,6 +211,26 @@ class Service:
         """Let go of a request that has ended: under steady load there is no idle moment to do so."""
         with self._lock:
             self._live.pop(request, None)
+
+    def deliver_later(self, stream: RequestStream, chunk: Chunk) -> None:
+        """Keep a chunk until the round is over.
+
+        Threads that wake in the middle of a round compete with it for Python's lock at every operation. At its end, a
+        chunk for each row wakes all threads at once, and each event loop once.
+        """
+        with self._delivering:
+            self._undelivered.append((stream, chunk))
+
+    def _deliver(self) -> None:
+        with self._delivering:
+            chunks, self._undelivered = self._undelivered, []
+        woken: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        for stream, chunk in chunks:
+            for loop, future in stream.deliver(chunk):
+                woken.setdefault(loop, []).append(future)
+        for loop, futures in woken.items():
+            with suppress(RuntimeError):  # the loop was closed, and nobody waits there
+                loop.call_soon_threadsafe(resolve_all, futures)
 
     @property
     def is_alive(self) -> bool:
@@ -230,6 +274,8 @@ class Service:
         self._loop.cancel(live)
         self._loop.wake()
         self._thread.join()
+        if self._deliver in self._loop.after_step:
+            self._loop.after_step.remove(self._deliver)
 
     async def aclose(self) -> None:
         """Cancel what runs, and end the thread, without blocking the event loop."""
@@ -259,6 +305,7 @@ class Service:
                 session.finish_reason, session.cause = "error", error
                 session.error = f"request {session.id}: the service failed: {type(error).__name__}: {error}"
                 session.notify([])
+        self._deliver()
 
 
 def end_openmp_threads() -> None:
