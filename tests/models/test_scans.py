@@ -181,6 +181,16 @@ def test_scans_are_heard_through_decorators_and_others_are_left_alone():
     assert "forward" not in vars(other)
 
 
+def test_chunks_are_fitted_to_the_pass():
+    def rule(query, key, value, g, beta, initial_state=None, use_qk_l2norm_in_kernel=False, chunk_size=64):
+        return chunk_size
+
+    sized = scans._announced(rule, scans._form_of(rule), lambda _: None)
+    for tokens, size in [(8, 8), (64, 64), (256, 64)]:
+        assert sized(*[torch.zeros(1, tokens, 1, 1)] * 5) == size
+    assert sized(*[torch.zeros(1, 8, 1, 1)] * 5, chunk_size=16) == 16
+
+
 def test_a_replaced_forward_is_left_alone():
     module, heard = Mixing(), []
     module.forward = lambda x: x

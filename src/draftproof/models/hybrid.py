@@ -31,7 +31,17 @@ from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import additive_mask, chain_view
 from draftproof.models.packed import check_layers, check_pass
 from draftproof.models.probe import attempt, probe_causality, probe_recurrence
-from draftproof.models.recurrent import Call, Mixer, StateLayer, States, find_mixers, from_scans, in_parts, recording
+from draftproof.models.recurrent import (
+    Call,
+    Mixer,
+    StateLayer,
+    States,
+    find_mixers,
+    from_scans,
+    in_parts,
+    recording,
+    same_states,
+)
 from draftproof.models.rows import Read, Reading, RectangularRows
 from draftproof.models.scans import Kept
 from draftproof.models.weight_sharing import copy_for_slot_cache, run_once
@@ -51,9 +61,6 @@ ROLLBACKS: Final = ({0: 2, 1: 4, 2: 0}, {0: 3, 1: 3, 2: 3})
 """Tokens that rows keep of a pass over five, by row, where both ways to roll back are compared.
 
 Not one: a replay of one token takes a step, which in half precision some mixers round more coarsely than a scan."""
-
-CLOSE: Final = 1e-4
-"""How far states may be apart in float32 to be the same, as a share of the largest number."""
 
 
 class SlotStateLayer(SlotLayer, StateLayer):
@@ -228,14 +235,6 @@ class HybridCache:
                 {i: {k: state.clone() for k, state in layer.states.items()} for i, layer in self.layers.items()}
             )
         return {index for index in self.layers if same_states(found[1][index], found[0][index])}
-
-
-def same_states(found: States, right: States) -> bool:
-    """Tell whether states are the same up to rounding."""
-    return all(
-        bool((found[key].float() - state.float()).abs().max() <= CLOSE * state.float().abs().max())
-        for key, state in right.items()
-    )
 
 
 def settled_states(cache: Cache) -> list[Tensor]:

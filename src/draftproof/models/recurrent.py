@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -32,6 +32,9 @@ from draftproof.models.scans import Kept, Scan, hear_scans, states_after
 
 States = dict[tuple[str, int], Tensor]
 """The states of one layer by kind ("conv" or "recurrent") and number; the first dimension is the row."""
+
+CLOSE: Final = 1e-4
+"""How far states may be apart in float32 to be the same, as a share of the largest number."""
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers dispatches on this class
@@ -179,6 +182,14 @@ def from_scans(
     for (layer, index), state in zip(places, states_after(scans, old, kept), strict=True):
         new[layer]["recurrent", index] = state
     return new
+
+
+def same_states(found: States, right: States) -> bool:
+    """Tell whether states are the same up to rounding."""
+    return all(
+        bool((found[key].float() - state.float()).abs().max() <= CLOSE * state.float().abs().max())
+        for key, state in right.items()
+    )
 
 
 def in_parts(mixers: Sequence[Mixer], rows: int, limit: int) -> Iterator[list[Mixer]]:

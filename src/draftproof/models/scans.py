@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from draftproof.core.device import to_device
+from draftproof.core.device import is_cpu, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +194,7 @@ def states_after(scans: Sequence[Scan], before: Sequence[Tensor], kept: Kept) ->
 def hear_scans(module: nn.Module, hear: Callable[[Scan], None]) -> None:
     """Let `hear` know the scans of a module of ours: the module runs the same code, in which scans are announced.
 
+    On a CPU, the chunks of a scan are fitted to the pass too: padding to 64 tokens takes longer than eight of them.
     transformers' functions stay as they are. A module whose forward was replaced (offloading does) is left alone.
     """
     forward = type(module).forward
@@ -238,11 +239,14 @@ def _form_of(function: Any) -> Form | None:
 
 
 def _announced(scan: Callable[..., Any], form: Form, hear: Callable[[Scan], None]) -> Callable[..., Any]:
-    parameters: Sequence[str] = list(signature(scan).parameters)
+    parameters = signature(scan).parameters
+    chunk_size = parameters["chunk_size"].default if "chunk_size" in parameters else None
 
     def announced(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         hear(Scan(form, {name: value for name, value in given.items() if name in form.read}))
+        if isinstance(chunk_size, int) and "chunk_size" not in given and is_cpu(args[0].device):
+            kwargs["chunk_size"] = min(chunk_size, args[0].shape[1])
         return scan(*args, **kwargs)
 
     return announced
