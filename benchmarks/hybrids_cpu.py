@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import draftproof as dp
 from draftproof.models.hybrid import HybridModel
@@ -92,6 +93,30 @@ def speed(model: tf.PreTrainedModel, drafter: str | None, K: int, length: int) -
     return {"tokens_per_second": best, "accepted": out.stats.accepted / max(1, out.stats.drafted)}
 
 
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute something: on a GPU, each is launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not operation.is_view
+        return operation(*args, **(kwargs or {}))
+
+
+def operations(model: tf.PreTrainedModel, K: int) -> dict[str, int]:
+    """Return how many operations a pass over K + 1 tokens takes, and undoing its second half."""
+    served, T = HybridModel(model), K + 1
+    cache = served.new_cache(1)
+    with Operations() as of_pass:
+        served(torch.arange(T, device=served.device)[None], cache)
+    cache.keep(torch.tensor([T // 2]))
+    with Operations() as of_rollback:
+        cache.settle()
+    return {"operations_pass": of_pass.count, "operations_rollback": of_rollback.count}
+
+
 def rollback(model: tf.PreTrainedModel, K: int, repeats: int = 15) -> dict[str, float]:
     """Return milliseconds of a pass over one token, of one over K + 1, and of undoing its second half."""
     served, T = HybridModel(model), K + 1
@@ -141,6 +166,7 @@ def main() -> None:
             "parameters": sum(weight.numel() for weight in model.parameters()),
             **cost,
             "rollback_share": cost["ms_rollback"] / cost["ms_pass"],
+            **operations(model, given.draft),
             "plain": plain["tokens_per_second"],
             "suffix": suffix["tokens_per_second"],
             "ratio": suffix["tokens_per_second"] / plain["tokens_per_second"],

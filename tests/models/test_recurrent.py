@@ -5,8 +5,10 @@ import copy
 import pytest
 import torch
 import transformers as tf
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.core.types import InexactError
+from draftproof.models import hybrid as hybrids
 from draftproof.models import recurrent
 from draftproof.models.cache import SlotCache
 from draftproof.models.cpu_linear import pack, packable
@@ -15,6 +17,7 @@ from draftproof.models.interface import Cache, Model
 from draftproof.models.loading import as_model
 from draftproof.models.rows import Reading, open_rows
 from models.hybrid_families import IGNORES_STATE, QUICK, SERVED, V, hybrid
+from models.test_scans import FAULTS
 
 TOLERANCE = 1e-3
 """Largest difference of logits, in standard deviations: the rounding of float32 in models with wide random weights."""
@@ -24,12 +27,25 @@ families = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture
+def always_replay(monkeypatch):
+    """No state is computed from what a scan read."""
+    monkeypatch.setattr(hybrids, "same_states", lambda *_: False)
+
+
+@pytest.fixture(params=["scans", "replay"])
+def either_way(request):
+    if request.param == "replay":
+        request.getfixturevalue("always_replay")
+
+
 class Ragged:
     """Four rows of different lengths, each with its text, and the difference to plain forwards of the texts."""
 
-    def __init__(self, name):
+    def __init__(self, name, *, prepared=True):
+        """prepared=False: the model is probed now, and it is decided now how its mixers are rolled back."""
         self.model = hybrid(name)
-        self.served = as_model(self.model)
+        self.served = as_model(self.model) if prepared else HybridModel(self.model)
         self.generator = torch.Generator().manual_seed(3)
         self.cache, self.texts = self.served.new_cache(4), [[] for _ in range(4)]
 
@@ -54,7 +70,11 @@ class Ragged:
 
 def worst_over_rollbacks(name):
     """Return the largest difference over rounds in which rows keep every number of tokens, from none to all."""
-    rows, worst = Ragged(name), 0.0
+    return worst_of(Ragged(name))
+
+
+def worst_of(rows):
+    worst = 0.0
     for width, counts in [(5, [5, 2, 0, 1]), (4, [0, 1, 2, 3]), (4, [4, 3, 2, 1]), (1, [1, 0, 1, 1]), (1, [0, 1, 1, 1]),
                           (3, [1, 1, 1, 1]), (4, [0, 0, 0, 0]), (2, [2, 2, 2, 2]), (1, [1, 1, 1, 1])]:  # fmt: skip
         worst = max(worst, rows.score(width))
@@ -62,9 +82,10 @@ def worst_over_rollbacks(name):
     return max(worst, rows.score(3))
 
 
+@pytest.mark.usefixtures("either_way")
 @families
 def test_rows_that_keep_different_numbers_of_tokens_equal_a_plain_forward(name):
-    assert worst_over_rollbacks(name) < TOLERANCE
+    assert worst_of(Ragged(name, prepared=False)) < TOLERANCE
 
 
 def forget_to_restore(cache):
@@ -89,8 +110,94 @@ def test_a_rollback_that_is_not_one_is_found(name, fault, monkeypatch):
 
 
 @families
-def test_a_replay_computes_no_linear_layer_of_a_mixer(name, monkeypatch):
+def test_no_family_that_is_served_needs_a_replay(name, monkeypatch):
     rows = Ragged(name)
+    rows.score(5)
+    rows.keep([3, 1, 0, 4])
+    monkeypatch.setattr(recurrent.Mixer, "replay", lambda *_: pytest.fail("replayed"))
+    rows.cache.settle()
+    assert rows.score(2) < TOLERANCE
+
+
+SCANNING = ["qwen3_5_text", "falcon_h1"]
+"""The delta rule and a state space."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", SCANNING)
+def test_a_mixer_whose_scan_gives_other_states_is_replayed(name, fault, monkeypatch):
+    fault(monkeypatch)
+    rows = Ragged(name, prepared=False)
+    assert all(mixer.replayed for mixer in rows.served._mixers)
+    assert worst_of(rows) < TOLERANCE
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", SCANNING)
+def test_wrong_states_from_scans_are_found(name, fault, monkeypatch):
+    """The control: the same faults, after both ways to roll back were compared."""
+    rows = Ragged(name)
+    fault(monkeypatch)
+    assert worst_of(rows) > 100 * TOLERANCE
+
+
+def test_a_mixer_whose_scan_is_not_recognised_is_replayed(monkeypatch):
+    monkeypatch.setattr(recurrent, "hear_scans", lambda *_: None)
+    rows = Ragged("falcon_h1", prepared=False)
+    assert all(mixer.replayed for mixer in rows.served._mixers)
+    assert worst_of(rows) < TOLERANCE
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute something: on a GPU, each is launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += not operation.is_view
+        return operation(*args, **(kwargs or {}))
+
+
+def share_of_operations(name):
+    """Return the operations of a rollback, as a share of those of the pass before it."""
+    served = HybridModel(hybrid(name))
+    cache = served.new_cache(1)
+    with Operations() as of_pass:
+        served(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1]]), cache)
+    cache.keep(torch.tensor([4]))
+    with Operations() as of_rollback:
+        cache.settle()
+    return of_rollback.count / of_pass.count
+
+
+@pytest.mark.parametrize("name", SCANNING)
+def test_a_rollback_launches_few_operations(name):
+    assert share_of_operations(name) < 0.2
+
+
+@pytest.mark.usefixtures("always_replay")
+@pytest.mark.parametrize("name", SCANNING)
+def test_a_replay_launches_many_operations(name):
+    """The control. On a GPU, rollbacks by replay cost 0.59 of a pass of Qwen3.5."""
+    assert share_of_operations(name) > 0.4
+
+
+def test_layers_are_stacked_up_to_a_limit():
+    mixers = as_model(hybrid("mamba2"))._mixers * 3
+    size = 2 * sum(state.nbytes for state in mixers[0].one_row.values())
+    for limit, sizes in [(1, [1] * 6), (2 * size, [2, 2, 2]), (5 * size - 1, [4, 2]), (6 * size, [6])]:
+        parts = list(recurrent.in_parts(mixers, 2, limit))
+        assert [len(part) for part in parts] == sizes
+        assert [mixer for part in parts for mixer in part] == mixers
+
+
+@pytest.mark.usefixtures("always_replay")
+@families
+def test_a_replay_computes_no_linear_layer_of_a_mixer(name, monkeypatch):
+    rows = Ragged(name, prepared=False)
+    assert all(mixer.replayed for mixer in rows.served._mixers)
     rows.score(5)
     rows.keep([3, 3, 3, 3])
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: pytest.fail("computed"))

@@ -31,8 +31,19 @@ from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import additive_mask, chain_view
 from draftproof.models.packed import check_layers, check_pass
 from draftproof.models.probe import attempt, probe_causality, probe_recurrence
-from draftproof.models.recurrent import Call, Mixer, StateLayer, States, find_mixers, recording
+from draftproof.models.recurrent import (
+    Call,
+    Mixer,
+    StateLayer,
+    States,
+    find_mixers,
+    from_scans,
+    in_parts,
+    recording,
+    same_states,
+)
 from draftproof.models.rows import Read, Reading, RectangularRows
+from draftproof.models.scans import Kept
 from draftproof.models.weight_sharing import copy_for_slot_cache, run_once
 
 NO_TREES: Final = (
@@ -42,6 +53,14 @@ NO_TREES: Final = (
 
 PIECE: Final = 256
 """Tokens of a prompt in one pass: what is recorded for a replay takes memory for each of them."""
+
+STACKED: Final = 2**28
+"""Bytes of states that a rollback computes at once: it stacks layers up to this size, to launch fewer operations."""
+
+ROLLBACKS: Final = ({0: 2, 1: 4, 2: 0}, {0: 3, 1: 3, 2: 3})
+"""Tokens that rows keep of a pass over five, by row, where both ways to roll back are compared.
+
+Not one: a replay of one token takes a step, which in half precision some mixers round more coarsely than a scan."""
 
 
 class SlotStateLayer(SlotLayer, StateLayer):
@@ -155,29 +174,67 @@ class HybridCache:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Undo the tokens of the last pass that were not kept: put states back, and replay the mixers on the others."""
+        """Undo the tokens of the last pass that were not kept: put states back, and compute those after the others."""
         before, self._before = self._before, None
         calls, self._calls = self._calls, {}
         if before is None:
             return
-        B, T = len(self._start), self.slots.width
+        T = self.slots.width
+        lengths = zip(self.slots.read_lengths(), self._start, strict=True)
+        counts = {row: length - start for row, (length, start) in enumerate(lengths) if length - start < T}
+        if counts:
+            self._shorten(before, calls, counts)
+        for layer in self.layers.values():
+            layer.conv_inputs.clear()
+
+    def _shorten(self, before: dict[int, States], calls: dict[int, Call], counts: dict[int, int]) -> None:
+        """Put the states of some rows back to what they were after so many tokens of the last pass, by row."""
+        kept = Kept.of(counts, len(self._start), self.slots.lengths.device)
+        if kept.most == 0:
+            for index, states in before.items():
+                self.layers[index].put(kept.rows, {key: kept.rows_of(state) for key, state in states.items()})
+            return
+        from_scan = [mixer for mixer in self._mixers if not mixer.replayed]
+        for part in in_parts(from_scan, len(counts), STACKED):
+            for index, states in from_scans(part, calls, before, self.layers, kept).items():
+                self.layers[index].put(kept.rows, states)
+        for mixer in self._mixers:
+            if mixer.replayed:
+                self._replay(mixer, before[mixer.layer], calls[mixer.layer], counts)
+
+    def _replay(self, mixer: Mixer, before: States, call: Call, counts: dict[int, int]) -> None:
+        """Put a mixer's states back, and replay it: rows that keep equal numbers of tokens together."""
+        shape = len(self._start), self.slots.width
         by_count: dict[int, list[int]] = {}
-        for row, (length, start) in enumerate(zip(self.slots.read_lengths(), self._start, strict=True)):
-            if length - start < T:
-                by_count.setdefault(length - start, []).append(row)
+        for row, n in counts.items():
+            by_count.setdefault(n, []).append(row)
         for n, rows in by_count.items():
-            index = None if len(rows) == B else to_device(rows, self.slots.lengths.device)
+            index = None if len(rows) == shape[0] else to_device(rows, self.slots.lengths.device)
+            old = before if index is None else {key: state[index] for key, state in before.items()}
+            new = old if n == 0 else mixer.replay(call, old, shape, index, n)
+            self.layers[mixer.layer].put(index, new)
+
+    @torch.inference_mode()
+    def agreeing(self, counts: dict[int, int]) -> set[int]:
+        """Undo tokens of the last pass in every row, in both ways; return the layers whose states are then the same.
+
+        counts  tokens to keep, by row: fewer than the pass had
+        """
+        assert self._before is not None
+        found: list[dict[int, States]] = []
+        for replayed in (True, False):
             for mixer in self._mixers:
-                old = before[mixer.layer]
-                if index is not None:
-                    old = {key: state[index] for key, state in old.items()}
-                new = old if n == 0 else mixer.replay(calls[mixer.layer], old, (B, T), index, n)
-                layer = self.layers[mixer.layer]
-                if index is None:
-                    layer.states = new
-                else:
-                    for key, state in layer.states.items():
-                        state.index_copy_(0, index, new[key])
+                mixer.replayed = replayed
+            try:
+                self._shorten(self._before, self._calls, counts)
+            except Exception:
+                if replayed:
+                    raise
+                return set()  # what is recognised as a scan by its parameters' names may read anything
+            found.append(
+                {i: {k: state.clone() for k, state in layer.states.items()} for i, layer in self.layers.items()}
+            )
+        return {index for index in self.layers if same_states(found[1][index], found[0][index])}
 
 
 def settled_states(cache: Cache) -> list[Tensor]:
@@ -208,6 +265,7 @@ class HybridModel:
         accepted = signature(self._net.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
         self._mixers = attempt(model, self._found_mixers)
+        attempt(model, self._avoid_replays)
         probe_causality(self, model, self.new_cache)
         probe_recurrence(self, model, self._cache_of_made_up_states, settled_states)
 
@@ -292,6 +350,23 @@ class HybridModel:
         tokens = torch.zeros((1, 2), dtype=torch.long, device=self.device)
         layers = DynamicCache(config=self._config).layers
         return find_mixers(self._net, layers, partial(self._run, input_ids=tokens, logits_to_keep=1))
+
+    def _avoid_replays(self) -> None:
+        """Replay only mixers for which replay and what their scans read give different states.
+
+        From zero states, what a pass writes is not hidden by what was there; from made-up ones, it depends on them.
+        """
+        rows = len(ROLLBACKS[0])
+        tokens = torch.arange(5 * rows, device=self.device).view(rows, 5) % self._vocab_size
+        agreeing = {mixer.layer for mixer in self._mixers}
+        for cache in (self.new_cache(rows), self._cache_of_made_up_states(rows)):
+            for mixer in self._mixers:
+                mixer.replayed = True  # so that all is recorded
+            self(tokens, cache)
+            for counts in ROLLBACKS:
+                agreeing &= cache.agreeing(counts)
+        for mixer in self._mixers:
+            mixer.replayed = mixer.layer not in agreeing
 
     def _run(self, past: TransformersCache, **inputs: Any) -> Any:
         return self._net(**{self._cache_name: past}, use_cache=True, return_dict=True, **inputs)

@@ -1,20 +1,24 @@
-"""Recurrent states that can be rolled back: replay of the mixers alone on the tokens that were kept.
+"""Recurrent states that can be rolled back to the tokens that were kept.
 
 A mixer (a Mamba or DeltaNet block, a gated short convolution) folds every token into a state of fixed size, which
-cannot be shortened. So a pass keeps the states before it, and what each mixer read: its arguments, and the results of
-its linear layers. When not all of the tokens are kept, the states are put back, and the mixers run again over the first
-n tokens of each row. Their linear layers, nearly all of their weights, are not computed again: a replay returns their
-results.
+cannot be shortened. So a pass keeps the states before it. When not all of its tokens are kept, the states after those
+that are come from what the pass recorded, in one of two ways:
+
+- From scans (scans.py): a convolution's state is a part of its inputs, and a recurrent state is computed from what the
+  mixer's scan read. For mixers in which that gives what a replay gives.
+- By replay, for all others: a pass records each mixer's arguments, and the results of its linear layers. The mixers run
+  again from the states before, over the first n tokens of each row; their linear layers, nearly all of their weights,
+  are not computed again, but return their results.
 
 Mixers are found by looking at which modules write to a cache's recurrent layers, not by a list of names.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -24,9 +28,13 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from draftproof.core.types import InexactError
+from draftproof.models.scans import Kept, Scan, hear_scans, states_after
 
 States = dict[tuple[str, int], Tensor]
 """The states of one layer by kind ("conv" or "recurrent") and number; the first dimension is the row."""
+
+CLOSE: Final = 1e-4
+"""How far states may be apart in float32 to be the same, as a share of the largest number."""
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers dispatches on this class
@@ -40,6 +48,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers di
         # transformers then does not write a single token's convolution in place.
         self.record_past = True
         self.states = states
+        self.conv_inputs: dict[int, Tensor] = {}
+        """What each convolution read in the last pass, after its state before."""
 
     @property
     def states(self) -> States:
@@ -56,11 +66,20 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers di
             (self.conv_states if kind == "conv" else self.recurrent_states)[index] = state
             self.has_previous_state[index] = True
 
+    def put(self, rows: Int[Tensor, " r"] | None, states: States) -> None:
+        """Replace the states of these rows; of all rows if None."""
+        if rows is None:
+            self.states = states
+        else:
+            for key, state in self.states.items():
+                state.index_copy_(0, rows, states[key])
+
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_kwargs: Any) -> Tensor:
         """Append inputs of a convolution; return them after those that it still reads."""
         before = self.conv_states[state_idx]
         whole = torch.cat([before, conv_states], -1)
         self.conv_states[state_idx] = whole[..., -before.shape[-1] :].clone()  # a view would keep `whole` alive
+        self.conv_inputs[state_idx] = whole
         return whole
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_kwargs: Any) -> Tensor:
@@ -69,11 +88,16 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers di
 
 
 class Call(NamedTuple):
-    """How a mixer was called in a pass: its arguments, and the results of its linear layers in their order."""
+    """How a mixer was called in a pass.
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    linear: list[Tensor]
+    scans  what its scans read
+    args, kwargs, linear  its arguments, and the results of its linear layers in their order: None if it is not replayed
+    """
+
+    scans: list[Scan]
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] | None = None
+    linear: list[Tensor] | None = None
 
 
 _recording: ContextVar[dict[int, Call] | None] = ContextVar("calls of mixers that are recorded", default=None)
@@ -98,12 +122,14 @@ class Mixer:
 
     one_row         zero states of one row
     steps_in_place  whether a pass over one token writes into the recurrent state that it reads; True until it is seen
+    replayed        whether a rollback replays it, instead of computing its states from what its scan read
     """
 
     layer: int
     module: nn.Module
     one_row: States
     steps_in_place: bool = True
+    replayed: bool = True
 
     def zeros(self, rows: int) -> States:
         return {key: state.new_zeros((rows, *state.shape[1:])) for key, state in self.one_row.items()}
@@ -121,13 +147,64 @@ class Mixer:
             layer.states = {key: state.clone() for key, state in before.items()}
         # A mixer reads its own layer only.
         cache = TransformersCache(layers=[layer] * (self.layer + 1))
-        args, kwargs, linear = (_cut(part, shape, rows, n, cache) for part in call)
+        parts = (call.args, call.kwargs, call.linear)
+        args, kwargs, linear = (_cut(part, shape, rows, n, cache) for part in parts)
         token = _replaying.set(iter(linear))
         try:
             self.module(*args, **kwargs)
         finally:
             _replaying.reset(token)
         return layer.states
+
+
+def from_scans(
+    mixers: Sequence[Mixer],
+    calls: Mapping[int, Call],
+    before: Mapping[int, States],
+    layers: Mapping[int, StateLayer],
+    kept: Kept,
+) -> dict[int, States]:
+    """Return the states of rows after the tokens that they keep by layer, from what convolutions and scans read.
+
+    before  the states of all rows before the pass, by layer
+    layers  which know what their convolutions read in the pass
+    """
+    new: dict[int, States] = {mixer.layer: {} for mixer in mixers}
+    recurrent = []
+    for layer, states in new.items():
+        for (kind, index), state in before[layer].items():
+            if kind == "conv":
+                states[kind, index] = kept.window(layers[layer].conv_inputs[index], state.shape[-1])
+            else:
+                (scan,) = calls[layer].scans
+                recurrent.append(((layer, index), scan, kept.rows_of(state)))
+    places, scans, old = zip(*recurrent, strict=True) if recurrent else ((), (), ())
+    for (layer, index), state in zip(places, states_after(scans, old, kept), strict=True):
+        new[layer]["recurrent", index] = state
+    return new
+
+
+def same_states(found: States, right: States) -> bool:
+    """Tell whether states are the same up to rounding."""
+    return all(
+        bool((found[key].float() - state.float()).abs().max() <= CLOSE * state.float().abs().max())
+        for key, state in right.items()
+    )
+
+
+def in_parts(mixers: Sequence[Mixer], rows: int, limit: int) -> Iterator[list[Mixer]]:
+    """Cut a list of mixers into parts whose states take at most `limit` bytes, or that are one mixer."""
+    part: list[Mixer] = []
+    size = 0
+    for mixer in mixers:
+        own = rows * sum(state.nbytes for state in mixer.one_row.values())
+        if part and size + own > limit:
+            yield part
+            part, size = [], 0
+        part.append(mixer)
+        size += own
+    if part:
+        yield part
 
 
 def _cut(value: Any, shape: tuple[int, int], rows: Int[Tensor, " r"] | None, n: int, cache: TransformersCache) -> Any:
@@ -156,8 +233,9 @@ class _RecordedLinear(nn.Module):
             return next(replayed)
         result: Tensor = self.linear(*args, **kwargs)
         calls = _recording.get()
-        if calls is not None:
-            calls[self.layer].linear.append(result)
+        results = None if calls is None else calls[self.layer].linear
+        if results is not None:
+            results.append(result)
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -174,7 +252,7 @@ class _BeforeMixer:
     A scan pads a pass to whole chunks, of 256 tokens in Mamba-2, at quadratic cost. Any size gives the same result.
     """
 
-    layer: int
+    mixer: Mixer
     chunk_size: int | None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -182,7 +260,7 @@ class _BeforeMixer:
             module.chunk_size = min(self.chunk_size, _tokens(args, kwargs))  # type: ignore[assignment]
         calls = _recording.get()
         if calls is not None:
-            calls[self.layer] = Call(args, kwargs, [])
+            calls[self.mixer.layer] = Call([], args, kwargs, []) if self.mixer.replayed else Call([])
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -244,7 +322,7 @@ def find_mixers(net: PreTrainedModel, layers: list[Any], run: Callable[[Transfor
                 f"{type(others[0]).__name__} both write to the recurrent state, and replay knows one module for a layer"
             )
         mixers.append(Mixer(layer, module, _zeros(layers[layer])))
-        _install(layer, module)
+        _install(mixers[-1])
     return mixers
 
 
@@ -256,11 +334,19 @@ def _zeros(layer: Any) -> States:
     }
 
 
-def _install(layer: int, module: nn.Module) -> None:
+def _install(mixer: Mixer) -> None:
     """Let a mixer be recorded and replayed, and obey its limits in passes over one token."""
-    _record_linear_layers(layer, module)
+    module = mixer.module
+    _record_linear_layers(mixer.layer, module)
     _limit_time_steps(module)
-    module.register_forward_pre_hook(_BeforeMixer(layer, getattr(module, "chunk_size", None)), with_kwargs=True)
+    module.register_forward_pre_hook(_BeforeMixer(mixer, getattr(module, "chunk_size", None)), with_kwargs=True)
+
+    def hear(scan: Scan) -> None:
+        calls = _recording.get()
+        if calls is not None:
+            calls[mixer.layer].scans.append(scan)
+
+    hear_scans(module, hear)
 
 
 def _record_linear_layers(layer: int, module: nn.Module) -> None:
