@@ -660,11 +660,12 @@ CHAIN_FIELDS: Final = (
     "fusing", "reading", "stepping", "taps", "tap_table", "tap_norms", "tap_inputs", "fuse_weights", "fused", "last",
     "depths", "chooses", "ids", "scales", "uniforms", "weights", "entries", "sums", "paths", "lengths", "confidence",
 )  # fmt: skip
-"""Numbers and addresses of a draft head's call, in order.
+"""Numbers and addresses of a call, in order. A call that is no draft head's has only `reading`.
 
 fusing    whether the pass `reading` begins with states of the target that are to be fused
-reading   the pass over the target's new states, if any; `taps` of it: how many states of the target are fused, at the
-          addresses in `tap_table`, with norms at those in `tap_norms`; the result is kept in `fused`
+reading   the pass; a draft head's is over the target's new states, and may be missing
+taps      how many states of the target are fused for `reading`, at the addresses in `tap_table`, with norms at those
+          in `tap_norms`; the result is kept in `fused`
 stepping  the pass over one drafted token a row; it begins with the states of `reading` at the rows `last`
 depths    tokens to draft. If `chooses` is 0, only the logits after the states of `stepping` are computed
 ids       the target's token of each entry of the draft vocabulary
@@ -849,20 +850,13 @@ def write_product(this: Any, thread: Any, threads: Any) -> None:
 
 
 @compiled()
-def run(this: Any) -> None:
+def run_pass(this: Any, thread: Any, threads: Any) -> None:
     """Run the layers of a pass, the final norm, and the output layer, as far as it has them."""
-    thread, threads = types.int64(thread_now()), types.int64(threads_now())
     run_layers(this, thread, threads)
     if this[FINAL_NORM] != 0:
         norm_states(this, thread, threads)
     if this[HEAD] != 0:
         write_product(this, thread, threads)
-
-
-@compiled()
-def multiply(this: Any) -> None:
-    """Multiply wanted rows with one matrix."""
-    write_product(this, types.int64(thread_now()), types.int64(threads_now()))
 
 
 @compiled()
@@ -1025,14 +1019,14 @@ def take_last_states(chain: Any, reading: Any, this: Any, thread: Any, threads: 
 
 
 @compiled()
-def draft(chain: Any) -> None:
-    """Read the target's new states with a draft head, and draft tokens one after the other."""
+def work(chain: Any) -> None:
+    """Run a pass; for a draft head, fuse the target's new states before it, and draft tokens after it."""
     thread, threads = types.int64(thread_now()), types.int64(threads_now())
     this, reading = longs(chain[STEPPING]), longs(chain[READING])
     if chain[FUSING] != 0:
         fuse_states(chain, reading, thread, threads)
     if chain[READING] != 0:
-        run_layers(reading, thread, threads)
+        run_pass(reading, thread, threads)
     if chain[STEPPING] == 0:
         return
     if chain[READING] != 0:
@@ -1064,21 +1058,10 @@ def address_of(typingctx, pointer):  # type: ignore[no-untyped-def]
     return types.int64(types.voidptr), codegen
 
 
-def region(function: Any) -> Any:
-    """Compile the body of a parallel region; the machine code is kept on disk."""
-    return cfunc(types.void(types.voidptr), cache=True)(inspect.unwrap(function))
+def _region(data: Any) -> None:
+    work(longs(address_of(data)))
 
 
-@region
-def layers_region(data: Any) -> None:
-    run(longs(address_of(data)))
-
-
-@region
-def product_region(data: Any) -> None:
-    multiply(longs(address_of(data)))
-
-
-@region
-def draft_region(data: Any) -> None:
-    draft(longs(address_of(data)))
+# One for all kinds of work: each would have a copy of the products of its own, and take as long to compile.
+region: Final = cfunc(types.void(types.voidptr), cache=True)(inspect.unwrap(_region))
+"""The body of a parallel region, which reads the numbers of CHAIN_FIELDS; the machine code is kept on disk."""

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int8, UInt8
 from torch import Tensor, nn
 
 from draftproof.models.int4_linear import GROUP, MERGE_MULTIPLE, Int4Linear, Int4Weight, codes_of
+from draftproof.models.large_pages import WEIGHTS
 
 BLOCK: Final = 16
 """Outputs of a register."""
@@ -35,15 +36,22 @@ def blocked_int4(weight: Int4Weight, second: Int4Weight | None = None) -> Blocks
     A group of a block is 64 words, in which inputs 8 q + 2 j + p have the bits from 4 j + 16 p on of word q · 16 + o,
     then sixteen scales and sixteen zeros.
     """
-    groups, times = weight.in_features // GROUP, 1 if second is None else 2
-    made = torch.empty(
-        (weight.out_features // BLOCK, times, groups, CODE_BYTES + 4 * BLOCK), dtype=torch.uint8
-    )  # fmt: skip
-    for index, each in enumerate([weight] if second is None else [weight, second]):
-        for start in range(0, each.out_features, ROWS_AT_ONCE):
-            stop = min(start + ROWS_AT_ONCE, each.out_features)
-            made[start // BLOCK : stop // BLOCK, index] = _blocks(each, start, stop)
-    return made.flatten(0, 1)
+    weights = [weight] if second is None else [weight, second]
+    made = _room(weight.out_features, weight.in_features, len(weights))
+    for index, each in enumerate(weights):
+        _fill(made[index :: len(weights)], each)
+    return made
+
+
+def _room(outputs: int, inputs: int, times: int = 1) -> Blocks:
+    """Return room for so many matrices."""
+    return WEIGHTS.empty((times * outputs // BLOCK, inputs // GROUP, CODE_BYTES + 4 * BLOCK), torch.uint8)
+
+
+def _fill(blocks: Blocks, weight: Int4Weight) -> None:
+    for start in range(0, weight.out_features, ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, weight.out_features)
+        blocks[start // BLOCK : stop // BLOCK] = _blocks(weight, start, stop)
 
 
 def _blocks(weight: Int4Weight, start: int, stop: int) -> Blocks:
@@ -69,7 +77,8 @@ def unblocked_int4(blocks: Blocks) -> Int4Weight:
 def blocked_int8(codes: Int8[Tensor, "O I"]) -> Int8[Tensor, "blocks pairs 16 2"]:
     """Lay out eight-bit weights in blocks of sixteen outputs: for each pair of inputs 32 bytes."""
     outputs, inputs = codes.shape
-    made = torch.zeros((-(-outputs // PAIR) * PAIR // BLOCK, inputs // 2, BLOCK, 2), dtype=torch.int8)
+    made = WEIGHTS.empty((-(-outputs // PAIR) * PAIR // BLOCK, inputs // 2, BLOCK, 2), torch.int8)
+    made[outputs // BLOCK :] = 0
     for start in range(0, outputs, ROWS_AT_ONCE):
         part = codes[start : start + ROWS_AT_ONCE]
         padded = nn.functional.pad(part, (0, 0, 0, -len(part) % BLOCK)).view(-1, BLOCK, inputs // 2, 2)
@@ -106,11 +115,19 @@ def layer_blocks(layer: Any) -> list[Tensor | None]:
 
 
 def _joined(linears: Sequence[Int4Linear]) -> Blocks:
-    whole = torch.cat([blocked_int4(linear.int4) for linear in linears])
+    whole = _room(sum(linear.out_features for linear in linears), linears[0].in_features)
     parts = whole.split([linear.out_features // BLOCK for linear in linears])
     for linear, part in zip(linears, parts, strict=True):
+        _fill(part, linear.int4)
         linear.release(partial(unblocked_int4, part))
     return whole
+
+
+def alternating_halves(blocks: Blocks) -> Blocks:
+    """Return the blocks of a matrix so that those of its first and second half alternate."""
+    made = WEIGHTS.empty(tuple(blocks.shape), torch.uint8)
+    made[0::2], made[1::2] = blocks.chunk(2)
+    return made
 
 
 def _alternating(gate: Int4Linear, up: Int4Linear) -> Blocks:

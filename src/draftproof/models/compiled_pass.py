@@ -28,9 +28,10 @@ from draftproof.models.llama import Llama
 from draftproof.models.packed import PackedPass, Span
 from draftproof.models.pool import LayerShape
 
-COMPILED_COSTS: Final = {"pass_growth": 0.1, "draft_cost": 0.11, "draft_start": 0.7, "block_cost": 0.35}
+COMPILED_COSTS: Final = {"pass_growth": 0.11, "draft_cost": 0.047, "draft_start": 2.2, "block_cost": 0.06}
 """What llama_pass.PASS_COSTS says of torch's products, for compiled passes: fitted to whole rounds of the bundled model
-and its head, of which one with a draft of two took 1.5 times as long as one without."""
+and its head on 2 cores, four chat prompts, greedy. Beside a round without a draft, passes over 2 to 5 tokens with all
+that follows them took 1.13, 1.25, 1.35 and 1.5 times as long, and drafts of one and two tokens 0.15 and 0.20 of it."""
 
 
 @cache
@@ -149,13 +150,13 @@ class RotationTable:
         self._frequencies = frequencies
         self._cosines = self._sines = torch.empty((0, len(frequencies)))
 
-    def addresses(self, positions: int) -> tuple[int, int]:
-        """Return where the rows of cosines and of sines begin, of so many positions at least."""
+    def rows(self, positions: int) -> tuple[Float[Tensor, "positions half"], Float[Tensor, "positions half"]]:
+        """Return the cosines and the sines of so many positions at least."""
         if positions > len(self._cosines):
             count = 1024 * 2 ** max(0, (positions - 1) // 1024).bit_length()
             angles = torch.arange(count)[:, None] * self._frequencies
             self._cosines, self._sines = angles.cos(), angles.sin()
-        return self._cosines.data_ptr(), self._sines.data_ptr()
+        return self._cosines, self._sines
 
 
 class Entry(NamedTuple):
@@ -223,15 +224,13 @@ class CompiledLayers:
         Return the normed states, and the logits of the last `wanted` of them, of which there are none without an output
         layer.
         """
-        from draftproof.models.avx512 import layers_region
-
         call = self.call(states, spans, positions, keys, values, found)
         if output is None:
-            run_region(layers_region, torch.get_num_threads(), call.fields)
+            run_pass(call.fields)
             return call.normed, torch.empty((0, 0))
         logits = output.empty(wanted)
         call.fields.update(output.fields(call.normed[len(states) - wanted :], logits))
-        run_region(layers_region, torch.get_num_threads(), call.fields)
+        run_pass(call.fields)
         return call.normed, output.cut(logits)
 
     def call(
@@ -257,7 +256,7 @@ class CompiledLayers:
         layers, places = self._layer_table(keys, values, found), _span_table(spans, trees)
         width, attended = self._same["input_width"], size.heads * size.head_dim
         reach = max(reach, max(span.reach for span in spans))
-        cosines, sines = self._rotation.addresses(reach)
+        cosines, sines = self._rotation.rows(reach)
         work = Workspace(rows, max(width, attended, size.intermediate, widest), threads, reach + size.head_dim)
         normed = states if self._norm is None else torch.empty_like(states)
         sizes = (size.projected, attended, size.intermediate, 0 if self._entry is None else width)
@@ -266,13 +265,13 @@ class CompiledLayers:
         fields = {
             **self._same, "rows": rows, "spans": len(spans), "layer_table": layers.ctypes.data,
             "span_table": places.ctypes.data, "states": states.data_ptr(), "positions": positions.data_ptr(),
-            "cosines": cosines, "sines": sines, "buffers": work.buffers, "scratch": work.scratch,
+            "cosines": cosines.data_ptr(), "sines": sines.data_ptr(), "buffers": work.buffers, "scratch": work.scratch,
             "scratch_bytes": work.scratch_bytes, "projected": projected,
             "attended": projected + 4 * rows * sizes[0], "gated": projected + 4 * rows * sum(sizes[:2]),
             "normed": normed.data_ptr(), "tokens": _address(tokens),
             "inputs": states.data_ptr() if self._entry is None else projected + 4 * rows * sum(sizes[:3]),
         }  # fmt: skip
-        return Call(fields, (states, trees, layers, places, work, made, positions, tokens), normed)
+        return Call(fields, (states, trees, layers, places, work, made, positions, tokens, cosines, sines), normed)
 
     def bare(self, states: Float[Tensor, "N H"], widest: int = 0) -> Call:
         """Return the numbers of a pass without layers, for what comes before or after them."""
@@ -337,15 +336,13 @@ class CompiledLinear:
 
     def __call__(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
         """Return x · weightᵀ."""
-        from draftproof.models.avx512 import product_region
-
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         (count, inputs), threads = rows.shape, torch.get_num_threads()
         made, work = self.empty(count), Workspace(count, inputs, threads, 0)
         fields = self.fields(rows, made) | {
             "hidden": inputs, "buffers": work.buffers, "scratch": work.scratch, "scratch_bytes": work.scratch_bytes
         }  # fmt: skip
-        run_region(product_region, threads, fields)
+        run_pass(fields)
         return self.cut(made).view(*x.shape[:-1], self._size)
 
     @property
@@ -396,22 +393,28 @@ class Gate:
         self.address = int(self._memory.ctypes.data + 64) // 64 * 64
 
 
-def run_region(region: Any, threads: int, fields: Mapping[str, int]) -> None:
-    """Run a compiled region over a pass with so many of torch's OpenMP threads; Python's lock is released."""
+def run_pass(fields: Mapping[str, int]) -> None:
+    """Run a pass with torch's OpenMP threads; Python's lock is released."""
+    run_region({}, fields)
+
+
+def run_region(
+    chain: Mapping[str, int], reading: Mapping[str, int] | None, stepping: Mapping[str, int] | None = None
+) -> None:
+    """Run the compiled region over the numbers of a call and of its passes; see avx512.CHAIN_FIELDS."""
+    from draftproof.models.avx512 import CHAIN_FIELDS, PASS_FIELDS, region
+
     gate = Gate()
-    start_region(region, threads, pass_numbers({**fields, "gate": gate.address}))
+    passes = [
+        _numbers(PASS_FIELDS, {**fields, "gate": gate.address}) if fields else None for fields in (reading, stepping)
+    ]
+    first, second = (0 if data is None else data.ctypes.data for data in passes)
+    data = _numbers(CHAIN_FIELDS, {**chain, "reading": first, "stepping": second})
+    _parallel()(region.address, data.ctypes.data, torch.get_num_threads(), 0)
 
 
-def pass_numbers(fields: Mapping[str, int]) -> Any:
-    """Return the numbers of a pass in the order in which the compiled code reads them."""
-    from draftproof.models.avx512 import PASS_FIELDS
-
-    return np.array([fields.get(name, 0) for name in PASS_FIELDS], dtype=np.int64)
-
-
-def start_region(region: Any, threads: int, data: Any) -> None:
-    """Run a compiled region over these numbers."""
-    _parallel()(region.address, data.ctypes.data, threads, 0)
+def _numbers(names: Sequence[str], fields: Mapping[str, int]) -> Any:
+    return np.array([fields.get(name, 0) for name in names], dtype=np.int64)
 
 
 @cache

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.models.blocked import BLOCK, plain
+from draftproof.models.blocked import BLOCK, alternating_halves, plain
 from draftproof.models.compiled_pass import (
     Attended,
     Call,
@@ -16,10 +16,9 @@ from draftproof.models.compiled_pass import (
     CompiledLinear,
     DecoderSizes,
     Entry,
-    Gate,
     compiled_refusal,
-    pass_numbers,
-    start_region,
+    run_pass,
+    run_region,
 )
 from draftproof.models.head.network import FittedHead, Head
 
@@ -71,8 +70,7 @@ class CompiledHead:
     def __init__(self, fitted: FittedHead, products: Sequence[CompiledLinear], sizes: DecoderSizes) -> None:
         head: Any = fitted.head
         qkv, attended, gate_up, down, fuse = products
-        # Blocks of gate and up alternate in a layer.
-        both = torch.stack(gate_up.blocks.chunk(2), 1).flatten(0, 1)
+        both = alternating_halves(gate_up.blocks)
         layer = [None, qkv.blocks, attended.blocks, plain(head.mlp_norm.weight), both, down.blocks]
         norms = [plain(norm.weight) for norm in (head.embedding_norm, head.state_norm)]
         entry = Entry(norms[0], norms[1], fitted.table.contiguous())
@@ -117,7 +115,7 @@ class CompiledHead:
         """Return the states after some tokens of each span; keys and values are written to a pool."""
         states = h.float().clone(memory_format=torch.contiguous_format)
         call = self._layers.call(states, spans, positions.contiguous(), [keys], [values], {}, tokens.contiguous())
-        self._run({}, reading=call)
+        run_pass(call.fields)
         return states
 
     def fuse(self, taps: Sequence[Float[Tensor, "N H"]]) -> Float[Tensor, "N H"]:
@@ -125,14 +123,15 @@ class CompiledHead:
         states = torch.empty((len(taps[0]), self._hidden))
         call = self._layers.bare(states, widest=self._wide)
         made = self._fusing(taps, states)
-        self._run(made.fields, reading=call)
+        run_region(made.fields, call.fields)
         return made.fused
 
     def logits(self, h: Float[Tensor, "N H"]) -> Float[Tensor, "N R"]:
         """Return the logits of the next token over the draft vocabulary, from the head's states."""
         rows = h.reshape(-1, self._hidden).float().contiguous()
         logits = torch.empty((len(rows), self._entries))
-        self._run({"depths": 1}, stepping=self._scoring(self._layers.bare(rows), logits))
+        call = self._scoring(self._layers.bare(rows), logits)
+        run_region({"depths": 1}, None, call.fields)
         return logits.view(*h.shape[:-1], self._entries)
 
     def draft(
@@ -172,7 +171,7 @@ class CompiledHead:
             made = self._fusing(taps, first)
             fused = made.fused
             fields |= made.fields | {"last": last.ctypes.data}
-        self._run(fields, reading=reading, stepping=stepping)
+        run_region(fields, None if reading is None else reading.fields, stepping.fields)
         return Chain(chosen.entries, logits, chosen.sums, chosen.lengths), fused
 
     @property
@@ -198,21 +197,6 @@ class CompiledHead:
             "fuse_weights": self._fuse.blocks.data_ptr(),
         }  # fmt: skip
         return _Fused(fields, fused, (taps, table, room))
-
-    def _run(self, fields: dict[str, int], *, reading: Call | None = None, stepping: Call | None = None) -> None:
-        from draftproof.models.avx512 import CHAIN_FIELDS, draft_region
-
-        gate = Gate()
-        passes = [
-            None if call is None else pass_numbers({**call.fields, "gate": gate.address})
-            for call in (reading, stepping)
-        ]
-        numbers = fields | {
-            name: 0 if data is None else data.ctypes.data
-            for name, data in zip(("reading", "stepping"), passes, strict=True)
-        }
-        data = np.array([numbers.get(name, 0) for name in CHAIN_FIELDS], dtype=np.int64)
-        start_region(draft_region, torch.get_num_threads(), data)
 
 
 class _Fused(NamedTuple):
