@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from draftproof.engine.draft_length import BLOCK, Costs, DecayingRate, DraftRecord, best_lengths
@@ -23,6 +24,16 @@ def test_before_anything_is_measured_costs_are_assumed():
     assert costs.of_round(0) == 1
     assert costs.of_round(4) == pytest.approx(1.6)
     assert costs.of_round(2.5) == pytest.approx(1.375)
+
+
+def test_a_single_pass_costs_what_it_costs_among_others():
+    """`of_pass` is `of_passes` without numpy: before, between and after measured widths, few or many positions."""
+    wide = Costs(pass_growth=0.1, block_cost=0.3)
+    for width in (2, 7, 40):
+        wide.update({"score": 1.0 + 0.1 * width}, width, width - 1)
+    widths = np.array([1, 1.5, 2, 3, 5, 7, 8, 9, 16, 17, 18, 30, 40, 64])
+    for costs in (Costs(), Costs(pass_growth=0.11, block_cost=0.5), measured(20), wide):
+        assert [costs.of_pass(float(width)) for width in widths] == pytest.approx(costs.of_passes(widths).tolist())
 
 
 @pytest.mark.parametrize("width", [1, 5])

@@ -303,8 +303,20 @@ class Costs:
         return float(self.of_drafting(length)) + self.of_pass(1 + length)
 
     def of_pass(self, width: int | float) -> float:
-        """Return the cost of a pass over so many positions."""
-        return float(self.of_passes(np.array([float(width)]))[0])
+        """Return the cost of a pass over so many positions: as `of_passes`, of which numpy's calls are most."""
+        before = (1.0, 1.0)
+        for after in self._curve:
+            if width <= after[0]:
+                share = (width - before[0]) / (after[0] - before[0])
+                return before[1] + share * (after[1] - before[1])
+            before = after
+        last, cost = before
+        if last >= self.compute_bound:
+            return cost + cost / last * (width - last)
+        bound = max(self.compute_bound, 1 + LONGEST_DRAFT)
+        there = cost + float(self._assumed(bound) - self._assumed(last))
+        within = cost + float(self._assumed(min(width, bound)) - self._assumed(last))
+        return within + there / bound * max(width - bound, 0)
 
     def of_passes(self, widths: Floats) -> Floats:
         """Return the costs of passes: interpolated between measured widths, with the assumed growth beyond them."""
