@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from draftproof.core.rng import Philox, Purpose, philox, philox_numpy
+from draftproof.core import rng as rng_module
+from draftproof.core.rng import Philox, Purpose, philox, philox_numpy, philox_words
 
 F = 0xFFFFFFFF
 # Random123's kat_vectors for philox4x32-10: counter, key, result.
@@ -25,6 +26,7 @@ def test_philox_gives_the_published_vectors(counter, key, result):
     assert tuple(words.flatten().tolist()) == result
     even, odd = philox_numpy(*(np.array(part, dtype=np.uint32).reshape(-1, 1, 1) for part in (counter, key)))
     assert (int(even[0, 0, 0]), int(odd[0, 0, 0]), int(even[1, 0, 0]), int(odd[1, 0, 0])) == result
+    assert philox_words(counter, key) == result
 
 
 def some_rng(n=3):
@@ -41,6 +43,18 @@ def test_torch_and_numpy_give_the_same_numbers():
     here = rng.pair(Purpose.CLOSE, lanes, 2)
     assert torch.equal(here[0], first)
     assert torch.equal(here[1], second)
+
+
+@pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63 - 1, 2**62 + 2**31])
+def test_few_numbers_are_those_of_many(seed, monkeypatch):
+    """Few are computed by whole numbers of Python, many by numpy."""
+    rng, lanes = Philox(torch.tensor([seed, 5]), torch.tensor([2**31 + 3, 0])), torch.tensor([0, 1, 2**32 - 1])
+    for j in (0, 7, torch.tensor([3, 0, 2**31])):
+        few = rng.pairs(Purpose.THIN, lanes, j)
+        with monkeypatch.context() as patch:
+            patch.setattr(rng_module, "FEW_COUNTERS", 0)
+            many = rng.pairs(Purpose.THIN, lanes, j)
+        assert torch.equal(few, many)
 
 
 def test_several_j_in_one_call_equal_one_call_each():

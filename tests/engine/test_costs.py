@@ -2,9 +2,10 @@
 
 import random
 
+import numpy as np
 import pytest
 
-from draftproof.engine.draft_length import BLOCK, Costs, DecayingRate, DraftRecord, best_lengths
+from draftproof.engine.draft_length import BLOCK, Costs, DecayingRate, DraftRecord, _best_together, best_lengths
 
 TRUE = {1: 40e-3, 3: 41e-3, 5: 42e-3, 9: 48e-3}
 
@@ -23,6 +24,16 @@ def test_before_anything_is_measured_costs_are_assumed():
     assert costs.of_round(0) == 1
     assert costs.of_round(4) == pytest.approx(1.6)
     assert costs.of_round(2.5) == pytest.approx(1.375)
+
+
+def test_a_single_pass_costs_what_it_costs_among_others():
+    """`of_pass` is `of_passes` without numpy: before, between and after measured widths, few or many positions."""
+    wide = Costs(pass_growth=0.1, block_cost=0.3)
+    for width in (2, 7, 40):
+        wide.update({"score": 1.0 + 0.1 * width}, width, width - 1)
+    widths = np.array([1, 1.5, 2, 3, 5, 7, 8, 9, 16, 17, 18, 30, 40, 64])
+    for costs in (Costs(), Costs(pass_growth=0.11, block_cost=0.5), measured(20), wide):
+        assert [costs.of_pass(float(width)) for width in widths] == pytest.approx(costs.of_passes(widths).tolist())
 
 
 @pytest.mark.parametrize("width", [1, 5])
@@ -102,3 +113,18 @@ def test_a_kernel_of_blocks_makes_the_next_block_dear():
     assert [costs.of_pass(n) for n in (1, 4, 5, 8, 9)] == pytest.approx([1, 1.3, 1.9, 2.2, 2.8])
     record = DraftRecord(DecayingRate(8.5, 10.0), DecayingRate(8.5, 10.0), DecayingRate(10.0, 10.0))
     assert max(best_lengths([record], costs)) == BLOCK - 1 < max(best_lengths([record], Costs(pass_growth=0.1)))
+
+
+def test_the_length_of_one_row_is_that_of_a_batch_of_one():
+    """Alone it is computed without numpy. Some of these records and costs draft nothing, some as much as there is."""
+    rng, found = random.Random(3), set()
+    for _ in range(300):
+        rates = [DecayingRate(rng.random() ** power * 2, 2.0) for power in (0.7, 1, 0.3)]
+        costs = Costs(0.2 * rng.random(), 0.2 * rng.random(), draft_start=2 * rng.random(), block_cost=rng.random() / 3)
+        for width in rng.sample(range(1, 20), rng.randrange(4)):
+            costs.update({"score": 1 + 0.1 * width}, width, width - 1)
+        record, others = DraftRecord(*rates), rng.choice([0, 0, 3, 20])
+        [length] = best_lengths([record], costs, others)
+        assert [length] == _best_together([record], costs, others)
+        found.add(length)
+    assert {0, 1, 2, 16} <= found

@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from draftproof.core.distribution import DraftVocab
+from draftproof.core.draw import CHUNK, chunk_sums, pick
 from draftproof.models import compiled_pass
-from draftproof.models.compiled_pass import CompiledLinear, blocked_int4, compile_linears, compiled_refusal
-from draftproof.models.head.network import FittedHead, Head, HeadShape
+from draftproof.models.blocked import blocked_int4, blocked_int8, unblocked_int4, unblocked_int8
+from draftproof.models.compiled_pass import CompiledLinear, compile_linears, compiled_refusal
+from draftproof.models.head.compiled import Choice
+from draftproof.models.head.network import FittedHead, Head, HeadShape, linear_on
 from draftproof.models.head.rows import HeadRows
 from draftproof.models.int4_linear import Int4Linear, Int4Weight, int4_weight, pack_int4, unpack
 from draftproof.models.int8_linear import Int8Linear, quantise_rows
@@ -16,6 +19,8 @@ from models.int4_models import needs_compiled, needs_int4
 pytestmark = [needs_int4, needs_compiled]
 
 LEVELS = 32767
+VOCABULARY = 1088
+"""Tokens of the small head: two chunks of a draw, and a part of one."""
 LINEAGE = torch.tensor([[[True, True, False, True, False], [True, False, True, False, True]]])
 """A root with two children, each of which has a child: what the two of the last level attend to."""
 
@@ -90,14 +95,15 @@ def test_a_row_has_the_same_bits_among_any_others_and_with_any_threads(bits):
 
 def small_head(compiled):
     network = Head(HeadShape(64, 4, 2, 32, 128, 10000.0, 1e-3, (1,))).eval().requires_grad_(False)
-    rows = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).requires_grad_(False)
-    assert pack_int4(network)
-    if compiled:
-        compile_linears(network)
-    head = FittedHead(network, random(10, 64, seed=3), rows, DraftVocab.of(torch.arange(10), 10))
+    rows = torch.nn.Sequential(linear_on(random(VOCABULARY, 64, seed=6)).requires_grad_(False))
+    for part in (network, rows):
+        assert pack_int4(part)
+        if compiled:
+            compile_linears(part)
+    ids = torch.arange(VOCABULARY).flip(0)
+    head = FittedHead(network, random(VOCABULARY, 64, seed=3), rows, DraftVocab.of(ids, VOCABULARY))
     pool = HeadRows(head, pages=4)
-    if not compiled:
-        pool._compiled = None
+    assert (pool.compiled is not None) == compiled
     for row in (1, 2):
         pool.pool.enter(row, 30)
     return pool
@@ -132,6 +138,111 @@ def test_a_level_of_a_tree_does_not_read_other_branches():
         levels.append(pool.packed_level(torch.tensor([[8, 9]]), random(1, 2, 64, seed=5), [1], [3], LINEAGE)[0])
     assert torch.equal(levels[0][0], levels[1][0])
     assert not torch.equal(levels[0][1], levels[1][1])
+
+
+@pytest.mark.parametrize("rows", [64, 1088])
+def test_layouts_are_read_back_as_they_were(rows):
+    """1088 rows are laid out in two parts."""
+    weights = [int4_weight(random(rows, 96, seed=seed)) for seed in (0, 1)]
+    both = blocked_int4(*weights)
+    for made, weight in zip((unblocked_int4(both[0::2]), unblocked_int4(both[1::2])), weights, strict=True):
+        assert torch.equal(made.packed, weight.packed)
+        assert torch.equal(made.scales_and_zeros, weight.scales_and_zeros)
+    codes, _ = quantise_rows(random(rows + 7, 96))
+    assert torch.equal(unblocked_int8(blocked_int8(codes), rows + 7), codes)
+
+
+# ------------------------------------------------------------------------------------------------ a draft in one call
+
+TAPS, FOLLOW = [random(7, 64, seed=4)], torch.tensor([1, 2, 3, 4, 5, 6, 7])
+
+
+def uniforms(depths, rows, seed=7):
+    return torch.rand((depths, rows, 2), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def choice(scales, lengths, confidence=0.0, seed=7):
+    scales = torch.tensor(scales, dtype=torch.float64)
+    return Choice(scales, uniforms(max(lengths), len(lengths), seed), torch.tensor(lengths), confidence)
+
+
+def drafted(pool, how):
+    """Draft for two rows after texts of three and four tokens."""
+    return pool.draft(None, TAPS, FOLLOW, [1, 2], [0, 0], [3, 4], how)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.25])
+def test_a_draft_in_one_call_has_the_bits_of_single_steps(scale):
+    pool, steps = small_head(True), small_head(True)
+    chain, fused = drafted(pool, choice([scale, scale], [4, 4]))
+    assert torch.equal(fused, steps.fuse(TAPS))
+    h = steps.packed_states(FOLLOW, fused, [1, 2], [0, 0], [3, 4])[[2, 6]]
+    for depth in range(4):
+        logits = steps.logits(h)
+        assert torch.equal(chain.logits[depth], logits)
+        tokens = steps._head.vocab.ids[chain.entries[depth]]
+        h = steps.packed_states(tokens, h, [1, 2], [3 + depth, 4 + depth], [1, 1])
+    assert chain.lengths.tolist() == [4, 4]
+
+
+def test_states_read_before_give_the_same_draft():
+    pool, steps = small_head(True), small_head(True)
+    chain, fused = drafted(pool, choice([1.0, 1.0], [3, 3]))
+    h = steps.packed_states(FOLLOW, fused, [1, 2], [0, 0], [3, 4])[[2, 6]]
+    again, nothing = steps.draft(h, (), FOLLOW[:0], [1, 2], [2, 3], [1, 1], choice([1.0, 1.0], [3, 3]))
+    assert nothing is None
+    assert torch.equal(again.entries, chain.entries)
+    assert torch.equal(again.logits, chain.logits)
+
+
+@pytest.mark.parametrize("temperature", [0.8, 3.0, 30.0])
+def test_entries_are_drawn_from_the_distributions_that_are_reported(temperature):
+    """The draw is core/draw.pick's for the same random numbers, and the sums are log-sum-exps."""
+    scale = 1 / temperature
+    chunks = set()
+    for seed in range(20):
+        how = choice([scale, scale], [4, 4], seed=seed)
+        chain, _ = drafted(small_head(True), how)
+        scaled = chain.logits.double() * scale
+        torch.testing.assert_close(chain.sums, scaled.logsumexp(-1), rtol=0, atol=1e-6)
+        weights = scaled.softmax(-1)
+        for depth in range(4):
+            for row in range(2):
+                here = weights[depth, row]
+                expected = pick(here.numpy(), chunk_sums(here).numpy(), *how.uniforms[depth, row].tolist())
+                assert int(chain.entries[depth, row]) == expected
+                chunks.add(expected // CHUNK)
+    assert temperature < 30 or chunks == {0, 1, 2}, "some draws are from each chunk"
+
+
+def test_greedy_rows_take_the_likeliest_entry_and_end_where_they_are_unsure():
+    chain, _ = drafted(small_head(True), choice([0.0, 0.0], [6, 6]))
+    log_probs = chain.logits.double().log_softmax(-1)
+    assert torch.equal(chain.entries, log_probs.argmax(-1))
+    paths = log_probs.amax(-1).cumsum(0).exp()
+    confidence = float(paths[2, 0] + paths[1, 0]) / 2
+    expected = [int((paths[:, row] >= confidence).sum()) + 1 for row in range(2)]
+    ended, _ = drafted(small_head(True), choice([0.0, 0.0], [6, 6], confidence))
+    assert ended.lengths.tolist() == expected
+    assert expected[0] == 3, "the token at which the path becomes unlikely is the last"
+
+
+def test_a_draft_has_the_same_bits_alone_and_with_any_threads():
+    together, _ = drafted(small_head(True), choice([1.25, 0.5], [4, 4]))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for row, part in ((0, slice(0, 3)), (1, slice(3, 7))):
+                how = choice([1.25, 0.5], [4, 4])
+                own = Choice(how.scales[row : row + 1], how.uniforms[:, row : row + 1].contiguous(), how.lengths[:1], 0)
+                pool = small_head(True)
+                chain, _ = pool.draft(None, [TAPS[0][part]], FOLLOW[part], [row + 1], [0], [3 + row], own)
+                assert torch.equal(chain.logits[:, 0], together.logits[:, row])
+                assert torch.equal(chain.entries[:, 0], together.entries[:, row])
+                assert torch.equal(chain.sums[:, 0], together.sums[:, row])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_without_numba_the_reason_says_how_to_get_it(monkeypatch):

@@ -7,11 +7,13 @@ import torch
 
 from draftproof.core.types import PAD
 from draftproof.models import llama_pass
-from draftproof.models.compiled_pass import CompiledPass
+from draftproof.models.compiled_pass import CompiledPass, RotationTable
 from draftproof.models.hf import HFModel
+from draftproof.models.int4_linear import Int4Linear
 from draftproof.models.llama_model import LlamaModel
 from draftproof.models.llama_pass import LlamaPass
 from draftproof.models.loading import as_model
+from draftproof.models.quantised import quantise
 from draftproof.models.rows import Block, PooledRows, Reading
 from models.int4_models import float_llama, int4_llama, needs_compiled, needs_int4
 
@@ -77,10 +79,10 @@ def test_logits_and_states_are_those_of_the_modules(split):
 
 def defects(kind, lean):
     """Return what three defects change: no epsilon, rotations in another order, twice the scale of scores."""
-    flipped = lean._frequencies.flip(0)
     if kind is LlamaPass:
-        return {"_eps_column": 0.0, "_frequencies": flipped, "_scale": 2 * lean._scale}
-    return {"eps": [0.0, lean._sizes.scale], "_frequencies": flipped, "scale": [lean._sizes.eps, 2 * lean._sizes.scale]}
+        return {"_eps_column": 0.0, "_frequencies": lean._frequencies.flip(0), "_scale": 2 * lean._scale}
+    flipped = RotationTable(lean._layers._rotation._frequencies.flip(0))
+    return {"eps": [0.0, lean._sizes.scale], "_rotation": flipped, "scale": [lean._sizes.eps, 2 * lean._sizes.scale]}
 
 
 def test_a_wrong_epsilon_rotation_or_scale_would_show(kind, monkeypatch):
@@ -92,7 +94,7 @@ def test_a_wrong_epsilon_rotation_or_scale_would_show(kind, monkeypatch):
         if isinstance(change, list):
             hf._run._layers._settings[:] = change
         else:
-            monkeypatch.setattr(hf._run, name, change)
+            monkeypatch.setattr(hf._run if kind is LlamaPass else hf._run._layers, name, change)
         made = hf(torch.tensor([tokens]), hf.new_cache(1, 12)).logits[0]
         assert not close(made, logits), name
 
@@ -151,3 +153,19 @@ def test_codes_are_in_memory_once(kind):
     joined, values = first.self_attn.v_proj.joined.packed, first.self_attn.v_proj.int4.packed
     assert values.data_ptr() == joined[-len(values) :].data_ptr()
     assert second.self_attn.v_proj.joined.packed.data_ptr() == joined.data_ptr()
+
+
+@needs_compiled
+def test_a_compiled_model_gives_up_torchs_layout_until_its_modules_are_called(kind):
+    """Control: torch's passes keep it."""
+    net = float_llama(V)
+    quantise(net, "int4")
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.no_grad():
+        before = net(tokens).logits
+    LlamaModel.of(net)
+    linears = [module for module in net.modules() if isinstance(module, Int4Linear)]
+    assert all((linear._int4 is None) == (kind is CompiledPass) for linear in linears)
+    assert (net.lm_head._codes is None) == (kind is CompiledPass)
+    with torch.no_grad():
+        assert torch.equal(net(tokens).logits, before)

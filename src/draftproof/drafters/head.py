@@ -6,7 +6,8 @@ probability 0 in the draft.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -20,6 +21,7 @@ from draftproof.core.rng import Philox, Purpose
 from draftproof.core.sampling import SamplingParams, warp_without_sync
 from draftproof.core.types import PAD, Draft, History
 from draftproof.drafters.build import Guess, Spine, check_count, check_share, chosen
+from draftproof.drafters.head_chain import GREEDY, draft_chain, joined, kind_of
 from draftproof.drafters.head_rectangular import RectangularHeadReader
 from draftproof.drafters.head_row import MAX_BATCHED, POSITIONS_PER_PASS, HeadRow, PromptChunk
 from draftproof.drafters.head_tree import grow_levels
@@ -28,6 +30,7 @@ from draftproof.drafters.sample import Draws, penalty_history, with_drafted
 from draftproof.drafters.switch import merged
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.extents import pages_for
+from draftproof.models.head.compiled import Chain, Choice
 from draftproof.models.head.network import FittedHead, Head, rounded
 from draftproof.models.head.rows import HeadRows
 from draftproof.models.int4_linear import runs_int4
@@ -129,12 +132,27 @@ class HeadDrafter:
         return merged(trees, self._drawn(contexts, rest, rng))
 
     def _drawn(self, contexts: Sequence[Context], slots: list[int], rng: Philox) -> Draft:
-        """Draw one token after another; in a tree each gets chosen siblings."""
+        """Draw chains, or in trees one path whose tokens get chosen siblings."""
         if not any(slots):
             return chosen([Guess([], [])] * len(contexts), rng.seeds.device, tree=self._branches > 1)
+        if self._branches > 1 or rng.shared or not isinstance(self._memory, HeadReader) or not self._memory.is_compiled:
+            return self._drawn_step_by_step(contexts, slots, rng)
+        drafts = []
+        kinds = [kind_of(context.sampling) if most else "" for context, most in zip(contexts, slots, strict=True)]
+        for kind in dict.fromkeys(kinds):
+            part = [most if own == kind else 0 for most, own in zip(slots, kinds, strict=True)]
+            if kind is None:
+                drafts.append(self._drawn_step_by_step(contexts, part, rng))
+            elif kind:
+                least = self._least(self._greedy_confidence if kind == GREEDY else 0.0, rng.seeds.device)
+                drafts.append(draft_chain(self._memory, contexts, part, rng, self._head.vocab, least))
+        return reduce(joined, drafts)
+
+    def _drawn_step_by_step(self, contexts: Sequence[Context], slots: list[int], rng: Philox) -> Draft:
+        """Draw one token after another; in a tree each gets chosen siblings."""
         h = self._memory.catch_up(contexts, [most > 0 for most in slots])
         samplings = [context.sampling for context in contexts]
-        greedy = all(sampling.temperature == 0 for sampling in samplings)
+        greedy = all(sampling.temperature == 0 for sampling, most in zip(samplings, slots, strict=True) if most)
         confidence = self._least(self._greedy_confidence if greedy else 0.0, h.device)
         if greedy and confidence:
             samplings = [ranking(sampling) for sampling in samplings]
@@ -144,7 +162,7 @@ class HeadDrafter:
             if start:
                 wanted = [start < most for most in slots]
                 h = self._memory.step(spine.tokens[-1], h, len(spine.tokens), wanted)
-            drafted, logits = with_drafted(histories, samplings, spine.tokens), self._head.logits(h)
+            drafted, logits = with_drafted(histories, samplings, spine.tokens), self._memory.logits(h)
             dist, token = draw_token(draws, logits, drafted, start, greedy)
             spine.add(dist, token)
             if confidence and spine.end_after_weak(confidence, own_log_prob(draws, logits, drafted, dist, token)):
@@ -162,7 +180,7 @@ class HeadDrafter:
         histories = [penalty_history(context, h.device) for context in contexts]
 
         def score(states: Float[Tensor, "B w H"]) -> tuple[Int[Tensor, "B w c"], Float[Tensor, "B w c"]]:
-            dist = warp_without_sync(self._head.logits(states), samplings, histories, self._head.vocab)
+            dist = warp_without_sync(self._memory.logits(states), samplings, histories, self._head.vocab)
             tokens = self._head.vocab.ids[dist.logits.topk(self._branches).indices]
             return tokens, dist.log_probs(tokens)
 
@@ -274,6 +292,37 @@ class HeadReader:
         row.receive(context)
         has_state = bool(row.waiting) or bool(row.chunks) or row.last is not None
         return 0 < len(context.tokens) - 1 <= row.known and has_state
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether `draft` can be used."""
+        return self.pool.compiled is not None and self.pool.compiled.drafts
+
+    def logits(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N R"]:
+        """Return the logits of the next token over the draft vocabulary, from the head's states."""
+        return self.pool.logits(h)
+
+    def draft(self, contexts: Sequence[Context], index: Sequence[int], choice: Choice) -> Chain:
+        """Read the stored states of the contexts with these numbers and draft for them, in one compiled call.
+
+        The contexts must be ready (see `receive`).
+        """
+        names = [self._names[b] for b in index]
+        self._settle(names)
+        rows, texts = [self._rows[name] for name in names], [contexts[b].tokens for b in index]
+        counts = [sum(len(part[0]) for part in row.waiting) for row in rows]
+        if not all(0 < n <= MAX_BATCHED for n in counts):
+            h = self.catch_up(contexts, [b in index for b in range(len(contexts))])[list(index)]
+            at = [row.read - 1 for row in rows]
+            return self.pool.draft(h, (), torch.empty(0, dtype=torch.long), names, at, [1] * len(rows), choice)[0]
+        at = [len(text) - 1 - n for text, n in zip(texts, counts, strict=True)]
+        follow = torch.tensor([token for text, n in zip(texts, counts, strict=True) for token in text[len(text) - n :]])
+        taps = _by_tap([part for row in rows for part in row.waiting])
+        chain, fused = self.pool.draft(None, taps, follow, names, at, counts, choice)
+        assert fused is not None
+        for row, text, stop in zip(rows, texts, accumulate(counts), strict=True):
+            row.read, row.last, row.waiting = len(text) - 1, fused[stop - 1 : stop], []
+        return chain
 
     def catch_up(self, contexts: Sequence[Context], wanted: Sequence[bool]) -> Float[Tensor, "B H"]:
         """Read the stored states and return the head's state after the last token of every wanted context.
@@ -453,8 +502,7 @@ class HeadReader:
     def _fuse(self, parts: Sequence[tuple[Tensor, ...]]) -> Float[Tensor, "n H"]:
         if not parts:
             return self._head.table.new_empty((0, self._head.table.shape[1]), dtype=torch.float32)
-        taps = [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*parts, strict=True)]
-        return self._head.head.fuse([tap.float() for tap in taps])
+        return self.pool.fuse([tap.float() for tap in _by_tap(parts)])
 
     def _read_long(self, context: Context, states: Float[Tensor, "n H"]) -> Float[Tensor, "1 H"]:
         """Read all positions of a row but the last, without the other rows; return the last one's state."""
@@ -514,3 +562,8 @@ class HeadReader:
         every = last.new_zeros((len(counts), last.shape[1]))
         every[index] = last
         return every
+
+
+def _by_tap(parts: Sequence[tuple[Tensor, ...]]) -> list[Float[Tensor, "n H"]]:
+    """Join states that came part by part, tap by tap."""
+    return [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*parts, strict=True)]

@@ -44,6 +44,10 @@ class RectangularHeadReader:
             row.receive(context)
         return [0 < len(c.tokens) - 1 <= row.known for row, c in zip(self._rows, contexts, strict=True)]
 
+    def logits(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N R"]:
+        """Return the logits of the next token over the draft vocabulary, from the head's states."""
+        return self._head.logits(h)
+
     def catch_up(self, contexts: Sequence[Context], wanted: Sequence[bool]) -> Float[Tensor, "B H"]:
         """Read the stored states and return the head's state after the last token of every wanted context.
 

@@ -126,7 +126,7 @@ def _by_sampling(samplings: Sequence[SamplingParams], rng: Philox, logits: Float
     has_cpu_path = is_cpu(logits.device) and not runs_kernels(logits.device)
     if not has_cpu_path or rng.shared or all(s.temperature == 0 for s in samplings):
         return [every]
-    keys = [s.temperature if _only_temperature(s) else None for s in samplings]
+    keys = [s.temperature if only_temperature(s) else None for s in samplings]
     return [[b for b in every if keys[b] == key] for key in dict.fromkeys(keys)]
 
 
@@ -139,12 +139,13 @@ def cpu_path_applies(logits: Float[Tensor, "B R"], samplings: Sequence[SamplingP
         row_by_row(len(logits), logits.shape[-1], logits.device)
         and logits.dtype == torch.float32
         and not rng.shared
-        and all(_only_temperature(sampling) for sampling in samplings)
+        and all(only_temperature(sampling) for sampling in samplings)
         and len({sampling.temperature for sampling in samplings}) == 1
     )
 
 
-def _only_temperature(sampling: SamplingParams) -> bool:
+def only_temperature(sampling: SamplingParams) -> bool:
+    """Return whether a row is drawn at a temperature, and nothing else changes its distribution."""
     unfiltered = sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0
     return sampling.temperature > 0 and unfiltered and not sampling.penalises and not sampling.logit_bias
 

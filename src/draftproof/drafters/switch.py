@@ -88,15 +88,15 @@ def merged(one: Draft, other: Draft) -> Draft:
     first = one.lengths > 0
     parents = None
     if one.parents is not None or other.parents is not None:
-        parents = torch.where(first[:, None], _padded(_parents(one), K), _padded(_parents(other), K))
-    tokens = torch.where(first[:, None], _padded(one.tokens, K), _padded(other.tokens, K))
+        parents = torch.where(first[:, None], padded_tokens(_parents(one), K), padded_tokens(_parents(other), K))
+    tokens = torch.where(first[:, None], padded_tokens(one.tokens, K), padded_tokens(other.tokens, K))
     made = Draft(tokens, one.lengths + other.lengths, parents=parents, shared_rng=other.shared_rng)
     if other.q is None:
         return made
     drawn = torch.ones_like(other.tokens, dtype=torch.bool) if other.drawn is None else other.drawn
     if is_cpu(first.device) and not bool(first.any()):  # on a GPU this test would need a synchronisation
         return replace(made, q=other.q, drawn=other.drawn)
-    return replace(made, q=_padded_distribution(other.q, K), drawn=_padded_mask(drawn, K) & ~first[:, None])
+    return replace(made, q=padded_distribution(other.q, K), drawn=_padded_mask(drawn, K) & ~first[:, None])
 
 
 def _on_cpu(rng: Philox, contexts: Sequence[Context]) -> Philox:
@@ -129,7 +129,8 @@ def _parents(draft: Draft) -> Int[Tensor, "B K"]:
     return torch.arange(-1, K - 1, device=draft.tokens.device).expand(B, K) if draft.parents is None else draft.parents
 
 
-def _padded(slots: Int[Tensor, "B k"], K: int) -> Int[Tensor, "B K"]:
+def padded_tokens(slots: Int[Tensor, "B k"], K: int) -> Int[Tensor, "B K"]:
+    """Pad rows of slots to K."""
     return torch.nn.functional.pad(slots, (0, K - slots.shape[1]), value=PAD)
 
 
@@ -137,7 +138,7 @@ def _padded_mask(drawn: Bool[Tensor, "B k"], K: int) -> Bool[Tensor, "B K"]:
     return torch.nn.functional.pad(drawn, (0, K - drawn.shape[1]))
 
 
-def _padded_distribution(dist: Distribution, K: int) -> Distribution:
+def padded_distribution(dist: Distribution, K: int) -> Distribution:
     """Pad to K positions by repeating position 0, so that every slot holds a valid distribution."""
     more = K - dist.lse.shape[1]
     if more == 0:

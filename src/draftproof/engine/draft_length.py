@@ -168,6 +168,32 @@ def best_lengths(records: Sequence["DraftRecord"], costs: "Costs", others: int =
     B = len(records)
     if not B:
         return []
+    if B == 1 and not costs.rectangular:
+        return [_best_alone(records[0], costs, others)]
+    return _best_together(records, costs, others)
+
+
+def _best_alone(record: "DraftRecord", costs: "Costs", others: int) -> int:
+    """Return the best length of one row: `_best_together` by Python's numbers, in a third of the time."""
+    first, later = min(record.first.value, HIGHEST_RATE), min(record.later.value, HIGHEST_RATE)
+    continued = record.continued.value
+    gains = [first * later**earlier for earlier in range(LONGEST_DRAFT)]
+    widths = [max(continued**earlier, LEAST_WIDTH) for earlier in range(LONGEST_DRAFT)]
+    order = sorted(range(LONGEST_DRAFT), key=lambda depth: (-gains[depth] / widths[depth], depth))
+    emitted, drafted, speeds = 1.0, 0.0, []
+    for depth in order:
+        emitted, drafted = emitted + gains[depth], drafted + widths[depth]
+        speeds.append(emitted / (costs.of_pass(1 + others + drafted) + costs.of_drafting(drafted)))
+    best = max(speeds)
+    if best <= (1 + LEAST_GAIN) / costs.of_pass(1 + others):
+        return 0
+    last = max(n for n, speed in enumerate(speeds) if speed >= (1 - SPEED_TOLERANCE) * best)
+    return 1 + max(order[: last + 1])
+
+
+def _best_together(records: Sequence["DraftRecord"], costs: "Costs", others: int) -> list[int]:
+    """Return the best lengths of several rows."""
+    B = len(records)
     gains, widths = increments(records)
     if costs.rectangular:
         return [_best_depth(gains, costs, others)] * B
@@ -324,8 +350,20 @@ class Costs:
         return float(self.of_drafting(length)) + self.of_pass(1 + length)
 
     def of_pass(self, width: int | float) -> float:
-        """Return the cost of a pass over so many positions."""
-        return float(self.of_passes(np.array([float(width)]))[0])
+        """Return the cost of a pass over so many positions: as `of_passes`, of which numpy's calls are most."""
+        before = (1.0, 1.0)
+        for after in self._curve:
+            if width <= after[0]:
+                share = (width - before[0]) / (after[0] - before[0])
+                return before[1] + share * (after[1] - before[1])
+            before = after
+        last, cost = before
+        if last >= self.compute_bound:
+            return cost + cost / last * (width - last)
+        bound = max(self.compute_bound, 1 + LONGEST_DRAFT)
+        there = cost + float(self._assumed(bound) - self._assumed(last))
+        within = cost + float(self._assumed(min(width, bound)) - self._assumed(last))
+        return within + there / bound * max(width - bound, 0)
 
     def of_passes(self, widths: Floats) -> Floats:
         """Return the costs of passes: interpolated between measured widths, with the assumed growth beyond them."""

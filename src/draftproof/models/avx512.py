@@ -41,6 +41,10 @@ I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatTyp
 WORDS, NUMBERS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 PAIRS: Final = ir.VectorType(I16, 2 * LANES)
 
+PATIENCE: Final = 500
+"""Looks at the gate before a thread gives way to others. A thread that only spins keeps the core that the thread it
+waits for may need: with one other busy process on two cores, a pass took 140 times as long."""
+
 ROWS_OF_OWN: Final = 8
 """Rows up to which every thread rounds all inputs for itself: that takes less time than waiting for the others."""
 
@@ -57,7 +61,7 @@ SPAN_SIZE: Final = len(SPAN_FIELDS)
 
 threads_now = types.ExternalFunction("omp_get_num_threads", types.int32())
 thread_now = types.ExternalFunction("omp_get_thread_num", types.int32())
-wait_for_others = types.ExternalFunction("GOMP_barrier", types.void())
+give_way = types.ExternalFunction("sched_yield", types.int32())
 
 REASSOCIATED: Final = {"reassoc", "contract", "nsz"}
 """What LLVM may do to loops: sum in vectors, and fuse multiplications and additions. It does the same for any row."""
@@ -292,8 +296,8 @@ def _pointer_to(kind: Any) -> Any:
     return pointer
 
 
-floats, shorts, words, longs, flags = (
-    _pointer_to(kind) for kind in (types.float32, types.int16, types.int32, types.int64, types.uint8)
+floats, doubles, shorts, words, longs, flags = (
+    _pointer_to(kind) for kind in (types.float32, types.float64, types.int16, types.int32, types.int64, types.uint8)
 )
 
 
@@ -480,6 +484,37 @@ def int8_pair(weights: Any, inputs: Any, size: Any, runs: Any, rows: Any, out: A
         int8_1(weights, x, runs, pairs, o, block, stride, out_stride)
 
 
+@emitted
+def arrive(typingctx, gate):  # type: ignore[no-untyped-def]
+    """Count one more thread at a gate; return how many had arrived before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(arguments[0], I64.as_pointer()), I64(1), "acq_rel")
+
+    return types.int64(types.int64), codegen
+
+
+@emitted
+def arrived(typingctx, gate):  # type: ignore[no-untyped-def]
+    """Return how many threads have arrived at a gate, and wait a moment."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _Emit(builder).call("llvm.x86.sse2.pause", ir.VoidType())
+        return builder.load_atomic(builder.inttoptr(arguments[0], I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@compiled()
+def wait_for_others(gate: Any, threads: Any) -> None:
+    """Wait until all threads have arrived as often as this one."""
+    wanted, looks = (arrive(gate) // threads + 1) * threads, 0
+    while arrived(gate) < wanted:
+        looks += 1
+        if looks > PATIENCE:
+            give_way()
+
+
 @compiled(inline="always")
 def share(count: Any, thread: Any, threads: Any) -> Any:
     """Return the first and the last-plus-one of `count` pieces of work that are this thread's."""
@@ -487,7 +522,9 @@ def share(count: Any, thread: Any, threads: Any) -> Any:
 
 
 @compiled()
-def rounded_rows(x: Any, norm: Any, buffers: Any, rows: Any, size: Any, eps: Any, thread: Any, threads: Any) -> Any:
+def rounded_rows(
+    x: Any, norm: Any, buffers: Any, rows: Any, size: Any, eps: Any, gate: Any, thread: Any, threads: Any
+) -> Any:
     """Norm (if `norm` is not 0) and round rows of inputs; return the addresses of codes, sums and steps.
 
     Few rows are rounded by each thread in buffers of its own; many are divided.
@@ -509,7 +546,7 @@ def rounded_rows(x: Any, norm: Any, buffers: Any, rows: Any, size: Any, eps: Any
             source = scratch
         floats(steps)[row] = round_inputs(source, place + row * size * 2, sums + row * (size // 32) * 4, size)
     if rows > ROWS_OF_OWN:
-        wait_for_others()
+        wait_for_others(gate, threads)
     return place, sums, steps
 
 
@@ -604,18 +641,45 @@ def attend(
 
 PASS_FIELDS: Final = (
     "rows", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "layers", "spans", "layer_table", "span_table",
-    "states", "cosines", "sines", "buffers", "projected", "attended", "gated", "scratch", "scratch_bytes", "settings",
-    "final_norm", "normed", "head", "head_scales", "vocabulary", "wanted", "wanted_rows", "logits", "runs",
-    "inputs", "input_width", "embedded", "embedding_norm", "state_norm",
+    "states", "positions", "cosines", "sines", "buffers", "projected", "attended", "gated", "scratch", "scratch_bytes",
+    "settings", "final_norm", "normed", "head", "head_scales", "vocabulary", "wanted", "wanted_rows", "logits", "runs",
+    "inputs", "input_width", "table", "table_bytes", "tokens", "embedding_norm", "state_norm", "gate",
 )  # fmt: skip
 """Numbers and addresses of a pass, in order. `settings` are the address of the epsilon and the scale of attention;
-`runs` are the parts into which the inputs of eight-bit weights are divided; 0 says that weights have four bits. In a
-draft head, the first layer's `inputs` are the normed embedding beside the normed state; otherwise they are states."""
+`cosines` and `sines` have a row for each position. `head` is the matrix of the output layer, or 0: `runs` are the parts
+into which the inputs of eight-bit weights are divided; 0 says that weights have four bits. In a draft head, the first
+layer's `inputs` are the normed embeddings of `tokens` (rows of `table`, in float32 or bfloat16) beside the normed
+states; otherwise they are states, and `table` is 0. `gate` is a counter that begins with 0."""
 
-(ROWS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, SPANS, LAYER_TABLE, SPAN_TABLE, STATES, COSINES, SINES,
- BUFFERS, PROJECTED, ATTENDED, GATED, SCRATCH, SCRATCH_BYTES, SETTINGS, FINAL_NORM, NORMED, HEAD, HEAD_SCALES,
- VOCABULARY, WANTED, WANTED_ROWS, LOGITS, RUNS,
- INPUTS, INPUT_WIDTH, EMBEDDED, EMBEDDING_NORM, STATE_NORM) = range(len(PASS_FIELDS))  # fmt: skip
+(ROWS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, SPANS, LAYER_TABLE, SPAN_TABLE, STATES, POSITIONS,
+ COSINES, SINES, BUFFERS, PROJECTED, ATTENDED, GATED, SCRATCH, SCRATCH_BYTES, SETTINGS, FINAL_NORM, NORMED, HEAD,
+ HEAD_SCALES, VOCABULARY, WANTED, WANTED_ROWS, LOGITS, RUNS, INPUTS, INPUT_WIDTH, TABLE, TABLE_BYTES, TOKENS,
+ EMBEDDING_NORM, STATE_NORM, GATE) = range(len(PASS_FIELDS))  # fmt: skip
+
+CHAIN_FIELDS: Final = (
+    "fusing", "reading", "stepping", "taps", "tap_table", "tap_norms", "tap_inputs", "fuse_weights", "fused", "last",
+    "depths", "chooses", "ids", "scales", "uniforms", "weights", "entries", "sums", "paths", "lengths", "confidence",
+)  # fmt: skip
+"""Numbers and addresses of a call, in order. A call that is no draft head's has only `reading`.
+
+fusing    whether the pass `reading` begins with states of the target that are to be fused
+reading   the pass; a draft head's is over the target's new states, and may be missing
+taps      how many states of the target are fused for `reading`, at the addresses in `tap_table`, with norms at those
+          in `tap_norms`; the result is kept in `fused`
+stepping  the pass over one drafted token a row; it begins with the states of `reading` at the rows `last`
+depths    tokens to draft. If `chooses` is 0, only the logits after the states of `stepping` are computed
+ids       the target's token of each entry of the draft vocabulary
+scales    one over each row's temperature, in float64; 0: the likeliest token is chosen
+uniforms  two random numbers for each token and row
+entries   the entries that were drafted, and `sums` their distributions' log-sum-exp: for each token and row
+paths     the logarithm of the probability of each row's path; below `confidence` the row ends
+lengths   tokens that each row is to get at most, and gets"""
+
+(FUSING, READING, STEPPING, TAPS, TAP_TABLE, TAP_NORMS, TAP_INPUTS, FUSE_WEIGHTS, FUSED, LAST, DEPTHS, CHOOSES, IDS,
+ SCALES, UNIFORMS, WEIGHTS, ENTRIES, SUMS, PATHS, LENGTHS, CONFIDENCE) = range(len(CHAIN_FIELDS))  # fmt: skip
+
+CHUNK: Final = 512
+"""Tokens in a chunk of a draw: that of core/draw.py, which says why it must not be another."""
 
 
 @compiled()
@@ -631,7 +695,7 @@ def write_keys_and_values(this: Any, layer: Any, thread: Any, threads: Any) -> N
             token, slot = span[0] + index, span[2] + span[3] + index
             source = this[PROJECTED] + token * wide + (heads + head) * size * 4
             place = (slot * shared + head) * size * 4
-            angle = token * size // 2 * 4
+            angle = longs(this[POSITIONS])[token] * size // 2 * 4
             rotate(floats(source), floats(layer[6] + place), floats(this[COSINES] + angle),
                    floats(this[SINES] + angle), size // 2)  # fmt: skip
             kept, value = floats(layer[7] + place), floats(source + shared * size * 4)
@@ -653,7 +717,7 @@ def attend_all(this: Any, layer: Any, thread: Any, threads: Any) -> None:
         for item in range(first, last):
             head, index = item // span[1], item % span[1]
             token, shared_head = span[0] + index, head // (heads // shared)
-            angle = token * size // 2 * 4
+            angle = longs(this[POSITIONS])[token] * size // 2 * 4
             rotate(floats(this[PROJECTED] + token * wide + head * size * 4), floats(query),
                    floats(this[COSINES] + angle), floats(this[SINES] + angle), size // 2)  # fmt: skip
             start = (span[2] * shared + shared_head) * size * 4
@@ -667,24 +731,24 @@ def run_layer(this: Any, layer: Any, inputs: Any, width: Any, thread: Any, threa
     rows, hidden, size, eps = this[ROWS], this[HIDDEN], this[HEAD_DIM], floats(this[SETTINGS])[0]
     outputs, states = (this[HEADS] + 2 * this[KV_HEADS]) * size, this[STATES]
     tile = this[SCRATCH] + thread * this[SCRATCH_BYTES]
-    codes, sums, steps = rounded_rows(inputs, layer[0], this[BUFFERS], rows, width, eps, thread, threads)
+    codes, sums, steps = rounded_rows(inputs, layer[0], this[BUFFERS], rows, width, eps, this[GATE], thread, threads)
     add_product(layer[1], codes, sums, steps, width, rows, outputs, this[PROJECTED], False, tile, thread, threads)
-    wait_for_others()
+    wait_for_others(this[GATE], threads)
     write_keys_and_values(this, layer, thread, threads)
-    wait_for_others()
+    wait_for_others(this[GATE], threads)
     attend_all(this, layer, thread, threads)
-    wait_for_others()
+    wait_for_others(this[GATE], threads)
     width = this[HEADS] * size
-    codes, sums, steps = rounded_rows(this[ATTENDED], 0, this[BUFFERS], rows, width, eps, thread, threads)
+    codes, sums, steps = rounded_rows(this[ATTENDED], 0, this[BUFFERS], rows, width, eps, this[GATE], thread, threads)
     add_product(layer[2], codes, sums, steps, width, rows, hidden, states, True, tile, thread, threads)
-    wait_for_others()
-    codes, sums, steps = rounded_rows(states, layer[3], this[BUFFERS], rows, hidden, eps, thread, threads)
+    wait_for_others(this[GATE], threads)
+    codes, sums, steps = rounded_rows(states, layer[3], this[BUFFERS], rows, hidden, eps, this[GATE], thread, threads)
     width = this[INTERMEDIATE]
     gated_product(layer[4], codes, sums, steps, hidden, rows, width, this[GATED], tile, thread, threads)
-    wait_for_others()
-    codes, sums, steps = rounded_rows(this[GATED], 0, this[BUFFERS], rows, width, eps, thread, threads)
+    wait_for_others(this[GATE], threads)
+    codes, sums, steps = rounded_rows(this[GATED], 0, this[BUFFERS], rows, width, eps, this[GATE], thread, threads)
     add_product(layer[5], codes, sums, steps, width, rows, hidden, states, True, tile, thread, threads)
-    wait_for_others()
+    wait_for_others(this[GATE], threads)
 
 
 @compiled()
@@ -700,7 +764,9 @@ def write_int8_product(this: Any, thread: Any, threads: Any) -> None:
     """Write this thread's share of a product with eight-bit weights."""
     rows, hidden, outputs = this[WANTED_ROWS], this[HIDDEN], this[VOCABULARY]
     tile, scales = this[SCRATCH] + thread * this[SCRATCH_BYTES], floats(this[HEAD_SCALES])
-    codes, _, steps = rounded_rows(this[WANTED], 0, this[BUFFERS], rows, hidden, numba.float32(0), thread, threads)
+    codes, _, steps = rounded_rows(
+        this[WANTED], 0, this[BUFFERS], rows, hidden, numba.float32(0), this[GATE], thread, threads
+    )
     first, last = share(outputs // 32, thread, threads)
     for pair in range(first, last):
         int8_pair(this[HEAD] + pair * 32 * hidden, codes, hidden, this[RUNS], rows, tile, 128)
@@ -716,9 +782,25 @@ def write_int4_product(this: Any, thread: Any, threads: Any) -> None:
     """Write this thread's share of a product with four-bit weights."""
     rows, hidden = this[WANTED_ROWS], this[HIDDEN]
     tile = this[SCRATCH] + thread * this[SCRATCH_BYTES]
-    codes, sums, steps = rounded_rows(this[WANTED], 0, this[BUFFERS], rows, hidden, numba.float32(0), thread, threads)
+    codes, sums, steps = rounded_rows(
+        this[WANTED], 0, this[BUFFERS], rows, hidden, numba.float32(0), this[GATE], thread, threads
+    )
     add_product(this[HEAD], codes, sums, steps, hidden, rows, this[VOCABULARY], this[LOGITS], False, tile, thread,
                 threads)  # fmt: skip
+
+
+@compiled()
+def embed(this: Any, token: Any, target: Any) -> None:
+    """Write the embedding of a token, in float32."""
+    hidden, out = this[HIDDEN], words(target)
+    if this[TABLE_BYTES] == 2:  # the bits of a bfloat16 are the first half of a float32's
+        halves = shorts(this[TABLE] + token * hidden * 2)
+        for i in range(hidden):
+            out[i] = types.int32(halves[i]) << 16
+    else:
+        whole = words(this[TABLE] + token * hidden * 4)
+        for i in range(hidden):
+            out[i] = whole[i]
 
 
 @compiled()
@@ -727,41 +809,243 @@ def join_inputs(this: Any, thread: Any, threads: Any) -> None:
     hidden, eps = this[HIDDEN], floats(this[SETTINGS])[0]
     first, last = share(this[ROWS], thread, threads)
     for row in range(first, last):
-        place, source = this[INPUTS] + row * 2 * hidden * 4, row * hidden * 4
-        scaled_by_rms(floats(this[EMBEDDED] + source), floats(this[EMBEDDING_NORM]), floats(place), hidden, eps)
-        scaled_by_rms(floats(this[STATES] + source), floats(this[STATE_NORM]), floats(place + hidden * 4), hidden, eps)
-    wait_for_others()
+        place = this[INPUTS] + row * 2 * hidden * 4
+        state = floats(this[STATES] + row * hidden * 4)
+        embed(this, longs(this[TOKENS])[row], place)
+        scaled_by_rms(floats(place), floats(this[EMBEDDING_NORM]), floats(place), hidden, eps)
+        scaled_by_rms(state, floats(this[STATE_NORM]), floats(place + hidden * 4), hidden, eps)
+    wait_for_others(this[GATE], threads)
 
 
 @compiled()
-def run(this: Any) -> None:
-    """Run the layers of a pass, the final norm, and the output layer."""
-    thread, threads = types.int64(thread_now()), types.int64(threads_now())
-    rows, hidden = this[ROWS], this[HIDDEN]
-    if this[EMBEDDED] != 0:
+def run_layers(this: Any, thread: Any, threads: Any) -> None:
+    """Run the layers of a pass."""
+    if this[TABLE] != 0:
         join_inputs(this, thread, threads)
     for index in range(this[LAYERS]):
         layer = longs(this[LAYER_TABLE] + index * LAYER_SIZE * 8)
         run_layer(this, layer, this[INPUTS], this[INPUT_WIDTH], thread, threads)
         if layer[8] != 0:
-            copy_rows(this[STATES], layer[8], rows * hidden, thread, threads)
-    if this[FINAL_NORM] == 0:
-        return
-    first, last = share(rows, thread, threads)
-    for row in range(first, last):
-        scaled_by_rms(floats(this[STATES] + row * hidden * 4), floats(this[FINAL_NORM]),
-                      floats(this[NORMED] + row * hidden * 4), hidden, floats(this[SETTINGS])[0])  # fmt: skip
-    wait_for_others()
+            copy_rows(this[STATES], layer[8], this[ROWS] * this[HIDDEN], thread, threads)
 
 
 @compiled()
-def multiply(this: Any) -> None:
-    """Multiply wanted rows with one matrix."""
-    thread, threads = types.int64(thread_now()), types.int64(threads_now())
+def norm_states(this: Any, thread: Any, threads: Any) -> None:
+    """Write this thread's share of the final norm, and wait for the others."""
+    hidden = this[HIDDEN]
+    first, last = share(this[ROWS], thread, threads)
+    for row in range(first, last):
+        scaled_by_rms(floats(this[STATES] + row * hidden * 4), floats(this[FINAL_NORM]),
+                      floats(this[NORMED] + row * hidden * 4), hidden, floats(this[SETTINGS])[0])  # fmt: skip
+    wait_for_others(this[GATE], threads)
+
+
+@compiled()
+def write_product(this: Any, thread: Any, threads: Any) -> None:
+    """Write this thread's share of the product of the wanted rows with one matrix."""
     if this[RUNS] == 0:
         write_int4_product(this, thread, threads)
     else:
         write_int8_product(this, thread, threads)
+
+
+@compiled()
+def run_pass(this: Any, thread: Any, threads: Any) -> None:
+    """Run the layers of a pass, the final norm, and the output layer, as far as it has them."""
+    run_layers(this, thread, threads)
+    if this[FINAL_NORM] != 0:
+        norm_states(this, thread, threads)
+    if this[HEAD] != 0:
+        write_product(this, thread, threads)
+
+
+@compiled()
+def fuse_states(chain: Any, this: Any, thread: Any, threads: Any) -> None:
+    """Combine the target's states after each tap into the states of a pass."""
+    rows, hidden, taps, eps = this[ROWS], this[HIDDEN], chain[TAPS], floats(this[SETTINGS])[0]
+    tile, wide = this[SCRATCH] + thread * this[SCRATCH_BYTES], taps * hidden
+    first, last = share(rows, thread, threads)
+    for row in range(first, last):
+        for tap in range(taps):
+            source = longs(chain[TAP_TABLE])[tap] + row * hidden * 4
+            scaled_by_rms(floats(source), floats(longs(chain[TAP_NORMS])[tap]),
+                          floats(chain[TAP_INPUTS] + (row * taps + tap) * hidden * 4), hidden, eps)  # fmt: skip
+    wait_for_others(this[GATE], threads)
+    codes, sums, steps = rounded_rows(chain[TAP_INPUTS], 0, this[BUFFERS], rows, wide, eps, this[GATE], thread, threads)
+    add_product(chain[FUSE_WEIGHTS], codes, sums, steps, wide, rows, hidden, chain[FUSED], False, tile, thread,
+                threads)  # fmt: skip
+    wait_for_others(this[GATE], threads)
+    copy_rows(chain[FUSED], this[STATES], rows * hidden, thread, threads)
+    wait_for_others(this[GATE], threads)
+
+
+@emitted
+def peak_of(typingctx, x, size):  # type: ignore[no-untyped-def]
+    """Return the largest value of a row whose size is a multiple of 16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, size = arguments
+        emit = _Emit(builder)
+        found = cgutils.alloca_once(builder, NUMBERS)
+        builder.store(emit.number(-3e38), found)
+        with cgutils.for_range(builder, builder.udiv(size, I64(LANES))) as loop:
+            x = emit.load(NUMBERS, address, builder.mul(loop.index, I64(4 * LANES)))
+            builder.store(emit.call("llvm.maxnum.v16f32", NUMBERS, builder.load(found), x), found)
+        return emit.call("llvm.vector.reduce.fmax.v16f32", F32, builder.load(found))
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@emitted
+def write_exponentials(typingctx, x, peak, scale, out, size):  # type: ignore[no-untyped-def]
+    """Write e to the ((x - peak) · scale) of a row whose size is a multiple of 16; return the sum."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, peak, scale, out, size = arguments
+        emit = _Emit(builder)
+        peaks, scales = emit.all_lanes(peak), emit.all_lanes(scale)
+        total = cgutils.alloca_once(builder, NUMBERS)
+        builder.store(emit.number(0.0), total)
+        with cgutils.for_range(builder, builder.udiv(size, I64(LANES))) as loop:
+            place = builder.mul(loop.index, I64(4 * LANES))
+            x = builder.fsub(emit.load(NUMBERS, address, place), peaks)
+            weight = emit.exponential(builder.fmul(x, scales))
+            emit.store(weight, out, place)
+            builder.store(builder.fadd(builder.load(total), weight), total)
+        # In a fixed order: half to half, as registers are added.
+        lanes = builder.load(total)
+        sums = [builder.extract_element(lanes, I32(i)) for i in range(LANES)]
+        while len(sums) > 1:
+            half = len(sums) // 2
+            sums = [builder.fadd(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
+        return sums[0]
+
+    signature = types.float32(types.int64, types.float32, types.float32, types.int64, types.int64)
+    return signature, codegen
+
+
+@compiled()
+def first_index(x: Any, value: Any, size: Any) -> Any:
+    """Return the first index of a value; the last index if there is none (NaN)."""
+    index = 0
+    while index < size - 1 and x[index] != value:
+        index += 1
+    return index
+
+
+@compiled()
+def inverted(weights: Any, count: Any, uniform: Any) -> Any:
+    """Return the first index whose running sum exceeds uniform · total; see core/draw.invert."""
+    total = 0.0
+    for i in range(count):
+        total += weights[i]
+    wanted, running, found = uniform * total, 0.0, 0
+    for i in range(count):
+        running += weights[i]
+        if weights[i] > 0:
+            found = i
+            if running > wanted:
+                break
+    return found
+
+
+@compiled()
+def choose_entry(x: Any, weights: Any, size: Any, scale: Any, first: Any, second: Any) -> Any:
+    """Draw an entry from the softmax of scale · x, or take the first largest if scale is 0.
+
+    Return it, the log-sum-exp of its distribution, and its log-probability. A greedy row's are those of scale 1: how
+    sure a drafter is. The draw is that of core/draw.pick.
+    """
+    greedy, peak = scale == 0, peak_of(x, size)
+    scale = 1.0 if greedy else scale
+    chunks, total = -(-size // CHUNK), 0.0
+    sums = weights + size * 4
+    for chunk in range(chunks):
+        place, count = chunk * CHUNK * 4, min(CHUNK, size - chunk * CHUNK)
+        made = write_exponentials(x + place, peak, numba.float32(scale), weights + place, count)
+        floats(sums)[chunk] = made
+        total += made
+    if greedy:
+        entry = first_index(floats(x), peak, size)
+    else:
+        chunk = inverted(floats(sums), chunks, first)
+        begin = chunk * CHUNK
+        entry = begin + inverted(floats(weights + begin * 4), min(CHUNK, size - begin), second)
+    sum_log = scale * peak + math.log(total)
+    return entry, sum_log, scale * floats(x)[entry] - sum_log
+
+
+@compiled()
+def choose_tokens(chain: Any, this: Any, depth: Any, thread: Any, threads: Any) -> None:
+    """Draft one token in this thread's share of the rows, and move them one slot on."""
+    rows, size = this[ROWS], this[VOCABULARY]
+    first, last = share(rows, thread, threads)
+    for row in range(first, last):
+        place = depth * rows + row
+        uniforms = doubles(chain[UNIFORMS] + place * 16)
+        entry, total, log_prob = choose_entry(
+            this[LOGITS] + row * size * 4, chain[WEIGHTS] + row * (size + size // 16) * 4, size,
+            doubles(chain[SCALES])[row], uniforms[0], uniforms[1],
+        )  # fmt: skip
+        longs(chain[ENTRIES])[place], doubles(chain[SUMS])[place] = entry, total
+        doubles(chain[PATHS])[row] += log_prob
+        longs(this[TOKENS])[row] = longs(chain[IDS])[entry]
+        longs(this[POSITIONS])[row] += depth > 0  # the first step's are given
+        longs(this[SPAN_TABLE] + row * SPAN_SIZE * 8)[3] += depth > 0
+        lengths = longs(chain[LENGTHS])
+        if not math.isfinite(total):
+            lengths[row] = min(lengths[row], depth)
+        elif math.exp(doubles(chain[PATHS])[row]) < doubles(chain[CONFIDENCE])[0]:
+            lengths[row] = min(lengths[row], depth + 1)
+
+
+@compiled()
+def has_more(chain: Any, rows: Any, depth: Any) -> Any:
+    """Return whether some row is to get more than `depth` tokens."""
+    longest = types.int64(0)
+    for row in range(rows):
+        longest = max(longest, longs(chain[LENGTHS])[row])
+    return longest > depth
+
+
+@compiled()
+def take_last_states(chain: Any, reading: Any, this: Any, thread: Any, threads: Any) -> None:
+    """Begin each row's draft with the state after its last token."""
+    hidden = this[HIDDEN]
+    for row in range(this[ROWS]):
+        source = reading[STATES] + longs(chain[LAST])[row] * hidden * 4
+        copy_rows(source, this[STATES] + row * hidden * 4, hidden, thread, threads)
+    wait_for_others(this[GATE], threads)
+
+
+@compiled()
+def work(chain: Any) -> None:
+    """Run a pass; for a draft head, fuse the target's new states before it, and draft tokens after it."""
+    thread, threads = types.int64(thread_now()), types.int64(threads_now())
+    this, reading = longs(chain[STEPPING]), longs(chain[READING])
+    if chain[FUSING] != 0:
+        fuse_states(chain, reading, thread, threads)
+    if chain[READING] != 0:
+        run_pass(reading, thread, threads)
+    if chain[STEPPING] == 0:
+        return
+    if chain[READING] != 0:
+        take_last_states(chain, reading, this, thread, threads)
+    logits = this[LOGITS]
+    for depth in range(chain[DEPTHS]):
+        if depth > 0:
+            run_layers(this, thread, threads)
+        norm_states(this, thread, threads)
+        write_product(this, thread, threads)
+        wait_for_others(this[GATE], threads)
+        if chain[CHOOSES] == 0:
+            return
+        choose_tokens(chain, this, depth, thread, threads)
+        wait_for_others(this[GATE], threads)
+        if not has_more(chain, this[ROWS], depth + 1):
+            return
+        if thread == 0:  # read again after the barriers of the layers
+            this[LOGITS] = logits + (depth + 1) * this[ROWS] * this[VOCABULARY] * 4
 
 
 @emitted
@@ -774,16 +1058,10 @@ def address_of(typingctx, pointer):  # type: ignore[no-untyped-def]
     return types.int64(types.voidptr), codegen
 
 
-def region(function: Any) -> Any:
-    """Compile the body of a parallel region; the machine code is kept on disk."""
-    return cfunc(types.void(types.voidptr), cache=True)(inspect.unwrap(function))
+def _region(data: Any) -> None:
+    work(longs(address_of(data)))
 
 
-@region
-def layers_region(data: Any) -> None:
-    run(longs(address_of(data)))
-
-
-@region
-def product_region(data: Any) -> None:
-    multiply(longs(address_of(data)))
+# One for all kinds of work: each would have a copy of the products of its own, and take as long to compile.
+region: Final = cfunc(types.void(types.voidptr), cache=True)(inspect.unwrap(_region))
+"""The body of a parallel region, which reads the numbers of CHAIN_FIELDS; the machine code is kept on disk."""

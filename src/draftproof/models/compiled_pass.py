@@ -1,36 +1,37 @@
-"""Run the packed passes of a Llama model on four-bit weights as one compiled call (avx512.py); numba compiles it.
-
-Weights are laid out anew: blocks of sixteen outputs, group after group, so that a pass reads memory in order.
-"""
+"""Run the packed passes of a Llama model on four-bit weights as one compiled call (avx512.py); numba compiles it."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from draftproof.core.tree import lineage
-from draftproof.models.int4_linear import GROUP, MERGE_MULTIPLE, Int4Linear, Int4Weight, codes_of
+from draftproof.models.blocked import (
+    BLOCK,
+    PAIR,
+    blocked_int8,
+    can_lay_out,
+    lay_out,
+    layer_blocks,
+    plain,
+    unblocked_int8,
+)
+from draftproof.models.int4_linear import GROUP, Int4Linear
 from draftproof.models.int8_linear import Int8Linear
 from draftproof.models.llama import Llama
 from draftproof.models.packed import PackedPass, Span
 from draftproof.models.pool import LayerShape
 
-BLOCK: Final = 16
-"""Outputs of a register."""
-
-PAIR: Final = 2 * BLOCK
-"""Outputs that are computed at a time."""
-
-
-COMPILED_COSTS: Final = {"pass_growth": 0.1, "draft_cost": 0.11, "draft_start": 0.7, "block_cost": 0.35}
+COMPILED_COSTS: Final = {"pass_growth": 0.11, "draft_cost": 0.047, "draft_start": 2.2, "block_cost": 0.06}
 """What llama_pass.PASS_COSTS says of torch's products, for compiled passes: fitted to whole rounds of the bundled model
-and its head, of which one with a draft of two took 1.5 times as long as one without."""
+and its head on 2 cores, four chat prompts, greedy. Beside a round without a draft, passes over 2 to 5 tokens with all
+that follows them took 1.13, 1.25, 1.35 and 1.5 times as long, and drafts of one and two tokens 0.15 and 0.20 of it."""
 
 
 @cache
@@ -45,32 +46,6 @@ def compiled_refusal() -> str | None:
     return None
 
 
-def blocked_int4(weight: Int4Weight, second: Int4Weight | None = None) -> UInt8[Tensor, "blocks groups bytes"]:
-    """Lay out four-bit weights in blocks of sixteen outputs; blocks of two matrices alternate.
-
-    A group of a block is 64 words, in which inputs 8 q + 2 j + p have the bits from 4 j + 16 p on of word q · 16 + o,
-    then sixteen scales and sixteen zeros.
-    """
-    blocks = _blocks(weight)
-    return blocks if second is None else torch.stack([blocks, _blocks(second)], 1).flatten(0, 1).contiguous()
-
-
-def _blocks(weight: Int4Weight) -> UInt8[Tensor, "blocks groups bytes"]:
-    groups = weight.in_features // GROUP
-    codes = codes_of(weight).view(-1, BLOCK, groups, 4, 4, 2)
-    halves = codes[..., 0::2, :] | (codes[..., 1::2, :] << 4)  # bytes of two codes: j = 0 and 1, or 2 and 3
-    words = halves.transpose(4, 5).reshape(-1, BLOCK, groups, 4, 4)  # bytes (p, j // 2): a word, low byte first
-    both = weight.scales_and_zeros.view(groups, -1, BLOCK, 2).permute(1, 0, 3, 2).contiguous().view(torch.uint8)
-    return torch.cat([words.permute(0, 2, 3, 1, 4).reshape(-1, groups, 256), both.flatten(2)], 2).contiguous()
-
-
-def blocked_int8(codes: Tensor) -> Tensor:
-    """Lay out eight-bit weights in blocks of sixteen outputs: for each pair of inputs 32 bytes."""
-    outputs, inputs = codes.shape
-    padded = nn.functional.pad(codes, (0, 0, 0, -outputs % PAIR))
-    return padded.view(-1, BLOCK, inputs // 2, 2).transpose(1, 2).contiguous()
-
-
 class DecoderSizes(NamedTuple):
     """The sizes of decoder layers, the epsilon of their norms, and the scale of attention scores."""
 
@@ -81,6 +56,14 @@ class DecoderSizes(NamedTuple):
     intermediate: int
     eps: float
     scale: float
+
+    @classmethod
+    def of(cls, config: Any, head_dim: int, scale: float) -> "DecoderSizes":
+        """Return the sizes of a Llama model."""
+        return cls(
+            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim,
+            config.intermediate_size, config.rms_norm_eps, scale,
+        )  # fmt: skip
 
     @property
     def fit(self) -> bool:
@@ -122,9 +105,9 @@ class CompiledPass:
     def __init__(self, holder: Llama, sizes: DecoderSizes) -> None:
         net: Any = holder
         self._embed, self._output = net.model.embed_tokens, CompiledLinear.of(net.lm_head) or net.lm_head
-        layers = [_layer_blocks(layer) for layer in net.model.layers]
-        self._sizes, self._layers = sizes, CompiledLayers(layers, sizes, net.model.norm.weight)
-        self._frequencies = net.model.rotary_emb.inv_freq.detach().float()
+        layers = [layer_blocks(layer) for layer in net.model.layers]
+        frequencies = net.model.rotary_emb.inv_freq.detach().float()
+        self._sizes, self._layers = sizes, CompiledLayers(layers, sizes, net.model.norm.weight, frequencies)
 
     @property
     def costs(self) -> Mapping[str, float]:
@@ -149,19 +132,54 @@ class CompiledPass:
         """Return the logits that are wanted, then the states after `layers`; keys and values are written to a pool."""
         states = self._embed(this.tokens).float().contiguous()
         found = {layer: torch.empty_like(states) for layer in layers if layer < self._layers.count}
-        spans = [Attended.of(span) for span in this.spans]
-        final = self._layers(states, spans, positions[:, None] * self._frequencies, keys, values, found)
+        spans, output = [Attended.of(span) for span in this.spans], self._output
+        if isinstance(output, CompiledLinear) and isinstance(scored, int):
+            final, logits = self._layers(states, spans, positions, keys, values, found, output, scored)
+        else:
+            final, _ = self._layers(states, spans, positions, keys, values, found)
+            logits = output(final[-scored:] if isinstance(scored, int) else final[scored])
         if self._layers.count in layers:
             found[self._layers.count] = final
-        logits = self._output(final[-scored:] if isinstance(scored, int) else final[scored])
         return (logits, *(found[layer] for layer in layers))
+
+
+class RotationTable:
+    """The cosines and sines of rotary positions, for as many positions as were needed so far."""
+
+    def __init__(self, frequencies: Float[Tensor, " half"]) -> None:
+        self._frequencies = frequencies
+        self._cosines = self._sines = torch.empty((0, len(frequencies)))
+
+    def rows(self, positions: int) -> tuple[Float[Tensor, "positions half"], Float[Tensor, "positions half"]]:
+        """Return the cosines and the sines of so many positions at least."""
+        if positions > len(self._cosines):
+            count = 1024 * 2 ** max(0, (positions - 1) // 1024).bit_length()
+            angles = torch.arange(count)[:, None] * self._frequencies
+            self._cosines, self._sines = angles.cos(), angles.sin()
+        return self._cosines, self._sines
+
+
+class Entry(NamedTuple):
+    """What a draft head's layer reads beside its states: the weights of two norms, and a table of embeddings."""
+
+    embedding_norm: Tensor
+    state_norm: Tensor
+    table: Tensor
+
+
+class Call(NamedTuple):
+    """The numbers of a pass by name, and the tensors that they have addresses of, which must be kept meanwhile."""
+
+    fields: dict[str, int]
+    kept: tuple[Any, ...]
+    normed: Float[Tensor, "N H"]
 
 
 class CompiledLayers:
     """Decoder layers laid out for the compiled pass.
 
     norm   the weight of the norm after them; None: states are returned as they are
-    entry  for a draft head: the weights of the norms of the embedding and of the state that its layer reads
+    entry  for a draft head: what its layer reads beside the states
     """
 
     def __init__(
@@ -169,53 +187,100 @@ class CompiledLayers:
         layers: Sequence[Sequence[Tensor | None]],
         sizes: DecoderSizes,
         norm: Tensor | None,
-        entry: tuple[Tensor, Tensor] | None = None,
+        frequencies: Float[Tensor, " half"],
+        entry: Entry | None = None,
     ) -> None:
         # Kept: the compiled pass has their addresses.
-        self._weights, self._norm, self._entry = layers, _plain(norm), [_plain(weight) for weight in entry or ()]
-        self._sizes, self.count = sizes, len(layers)
+        self._weights, self._norm, self._entry = layers, None if norm is None else plain(norm), entry
+        self._sizes, self.count, self._rotation = sizes, len(layers), RotationTable(frequencies)
         self._table = np.zeros((len(layers), 9), dtype=np.int64)
         for row, tensors in zip(self._table, layers, strict=True):
             row[:6] = [_address(tensor) for tensor in tensors]
         self._settings = np.array([sizes.eps, sizes.scale], dtype=np.float32)
+        self._same = {
+            "hidden": sizes.hidden, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
+            "intermediate": sizes.intermediate, "layers": self.count, "settings": self._settings.ctypes.data,
+            "final_norm": _address(self._norm), "input_width": sizes.hidden if entry is None else 2 * sizes.hidden,
+        }  # fmt: skip
+        if entry is not None:
+            self._same |= {
+                "embedding_norm": entry.embedding_norm.data_ptr(), "state_norm": entry.state_norm.data_ptr(),
+                "table": entry.table.data_ptr(), "table_bytes": entry.table.element_size(),
+            }  # fmt: skip
 
     def __call__(
         self,
         states: Float[Tensor, "N H"],
         spans: Sequence[Attended],
-        angles: Float[Tensor, "N half"],
+        positions: Int[Tensor, " N"],
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
         found: dict[int, Tensor],
-        embedded: Float[Tensor, "N H"] | None = None,
-    ) -> Float[Tensor, "N H"]:
-        """Run the layers over the states, in place; copy states after layers to `found`; return the normed states."""
-        from draftproof.models.avx512 import layers_region
+        output: "CompiledLinear | None" = None,
+        wanted: int = 0,
+    ) -> tuple[Float[Tensor, "N H"], Float[Tensor, "J V"]]:
+        """Run the layers over the states, in place; copy states after layers to `found`.
 
+        Return the normed states, and the logits of the last `wanted` of them, of which there are none without an output
+        layer.
+        """
+        call = self.call(states, spans, positions, keys, values, found)
+        if output is None:
+            run_pass(call.fields)
+            return call.normed, torch.empty((0, 0))
+        logits = output.empty(wanted)
+        call.fields.update(output.fields(call.normed[len(states) - wanted :], logits))
+        run_pass(call.fields)
+        return call.normed, output.cut(logits)
+
+    def call(
+        self,
+        states: Float[Tensor, "N H"],
+        spans: Sequence[Attended],
+        positions: Int[Tensor, " N"],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        found: dict[int, Tensor],
+        tokens: Int[Tensor, " N"] | None = None,
+        *,
+        widest: int = 0,
+        reach: int = 0,
+    ) -> Call:
+        """Return the numbers of a pass; see `__call__`. `tokens` are a draft head's.
+
+        widest  the largest number of inputs of other products in the same workspace
+        reach   slots of a row that are attended to at most, if they are more than now
+        """
         rows, size, threads = len(states), self._sizes, torch.get_num_threads()
         trees = [None if span.seen is None else span.seen.to(torch.uint8).contiguous() for span in spans]
         layers, places = self._layer_table(keys, values, found), _span_table(spans, trees)
-        width = size.hidden if embedded is None else 2 * size.hidden
-        work = Workspace(
-            rows, max(width, size.heads * size.head_dim, size.intermediate), threads,
-            max(span.reach for span in spans) + size.head_dim,
-        )  # fmt: skip
-        cosines, sines = angles.cos(), angles.sin()
+        width, attended = self._same["input_width"], size.heads * size.head_dim
+        reach = max(reach, max(span.reach for span in spans))
+        cosines, sines = self._rotation.rows(reach)
+        work = Workspace(rows, max(width, attended, size.intermediate, widest), threads, reach + size.head_dim)
         normed = states if self._norm is None else torch.empty_like(states)
-        inputs = states if embedded is None else torch.empty((rows, width))
-        made = [torch.empty((rows, n)) for n in (size.projected, size.heads * size.head_dim, size.intermediate)]
-        run_region(
-            layers_region, threads, rows=rows, hidden=size.hidden, heads=size.heads, kv_heads=size.kv_heads,
-            head_dim=size.head_dim, intermediate=size.intermediate, layers=self.count, spans=len(spans),
-            layer_table=layers.ctypes.data, span_table=places.ctypes.data, states=states.data_ptr(),
-            cosines=cosines.data_ptr(), sines=sines.data_ptr(), buffers=work.buffers, scratch=work.scratch,
-            scratch_bytes=work.scratch_bytes, projected=made[0].data_ptr(), attended=made[1].data_ptr(),
-            gated=made[2].data_ptr(), settings=self._settings.ctypes.data, final_norm=_address(self._norm),
-            normed=normed.data_ptr(), inputs=inputs.data_ptr(), input_width=width, embedded=_address(embedded),
-            embedding_norm=_address(self._entry[0] if self._entry else None),
-            state_norm=_address(self._entry[1] if self._entry else None),
-        )  # fmt: skip
-        return normed
+        sizes = (size.projected, attended, size.intermediate, 0 if self._entry is None else width)
+        made = torch.empty(rows * sum(sizes))
+        projected = made.data_ptr()
+        fields = {
+            **self._same, "rows": rows, "spans": len(spans), "layer_table": layers.ctypes.data,
+            "span_table": places.ctypes.data, "states": states.data_ptr(), "positions": positions.data_ptr(),
+            "cosines": cosines.data_ptr(), "sines": sines.data_ptr(), "buffers": work.buffers, "scratch": work.scratch,
+            "scratch_bytes": work.scratch_bytes, "projected": projected,
+            "attended": projected + 4 * rows * sizes[0], "gated": projected + 4 * rows * sum(sizes[:2]),
+            "normed": normed.data_ptr(), "tokens": _address(tokens),
+            "inputs": states.data_ptr() if self._entry is None else projected + 4 * rows * sum(sizes[:3]),
+        }  # fmt: skip
+        return Call(fields, (states, trees, layers, places, work, made, positions, tokens, cosines, sines), normed)
+
+    def bare(self, states: Float[Tensor, "N H"], widest: int = 0) -> Call:
+        """Return the numbers of a pass without layers, for what comes before or after them."""
+        work = Workspace(len(states), max(widest, self._sizes.hidden), torch.get_num_threads(), 0)
+        fields = {
+            **self._same, "layers": 0, "table": 0, "rows": len(states), "states": states.data_ptr(),
+            "buffers": work.buffers, "scratch": work.scratch, "scratch_bytes": work.scratch_bytes,
+        }  # fmt: skip
+        return Call(fields, (states, work), states)
 
     def _layer_table(self, keys: Sequence[Tensor], values: Sequence[Tensor], found: dict[int, Tensor]) -> Any:
         table = self._table.copy()
@@ -246,34 +311,65 @@ class CompiledLinear:
     @classmethod
     def of(cls, linear: Any) -> "CompiledLinear | None":
         """Lay out a layer; None if it has another form."""
-        if type(linear) not in (Int4Linear, Int8Linear) or linear.bias is not None or linear.in_features % GROUP:
+        if type(linear) is Int8Linear and linear.bias is None and linear.in_features % GROUP == 0:
+            if linear.compiled is None:
+                blocks = blocked_int8(linear.codes)
+                linear.compiled = cls(blocks, linear.scale, linear.in_features, linear.out_features)
+                linear.release(partial(unblocked_int8, blocks, linear.out_features))
+            made: CompiledLinear = linear.compiled
+            return made
+        if not can_lay_out(linear):
             return None
-        if type(linear) is Int8Linear:
-            return cls(blocked_int8(linear.codes), linear.scale, linear.in_features, linear.out_features)
-        if linear.out_features % MERGE_MULTIPLE:
-            return None
-        return cls(blocked_int4(linear.int4), None, linear.in_features, linear.out_features)
+        return cls(lay_out(linear), None, linear.in_features, linear.out_features)
+
+    @classmethod
+    def within(cls, part: nn.Module) -> "CompiledLinear | None":
+        """Return the compiled product of a part that is one four-bit layer; None if it has none."""
+        layers = [module for module in part.modules() if isinstance(module, Int4Linear)]
+        made = layers[0].compiled if len(layers) == 1 else None
+        return made if isinstance(made, cls) else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the outputs fill their blocks."""
+        return self._size == self._padded
 
     def __call__(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
         """Return x · weightᵀ."""
-        from draftproof.models.avx512 import product_region
-
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         (count, inputs), threads = rows.shape, torch.get_num_threads()
-        made, work = torch.empty((count, self._padded)), Workspace(count, inputs, threads, 0)
-        run_region(
-            product_region, threads, hidden=inputs, head=self._blocks.data_ptr(), head_scales=_address(self._scale),
-            vocabulary=self._padded, wanted=rows.data_ptr(), wanted_rows=count, logits=made.data_ptr(),
-            runs=self._runs, buffers=work.buffers, scratch=work.scratch, scratch_bytes=work.scratch_bytes,
-        )  # fmt: skip
-        return made[:, : self._size].contiguous().view(*x.shape[:-1], self._size)
+        made, work = self.empty(count), Workspace(count, inputs, threads, 0)
+        fields = self.fields(rows, made) | {
+            "hidden": inputs, "buffers": work.buffers, "scratch": work.scratch, "scratch_bytes": work.scratch_bytes
+        }  # fmt: skip
+        run_pass(fields)
+        return self.cut(made).view(*x.shape[:-1], self._size)
+
+    @property
+    def blocks(self) -> Tensor:
+        return self._blocks
+
+    def empty(self, count: int) -> Float[Tensor, "N padded"]:
+        """Return room for the products of so many rows."""
+        return torch.empty((count, self._padded))
+
+    def cut(self, made: Float[Tensor, "N padded"]) -> Float[Tensor, "N O"]:
+        """Leave out the columns that only fill the last block."""
+        return made[:, : self._size].contiguous()
+
+    def fields(self, rows: Float[Tensor, "N I"], made: Float[Tensor, "N padded"]) -> dict[str, int]:
+        """Return the numbers of a product of these rows, by name."""
+        return {
+            "head": self._blocks.data_ptr(), "head_scales": _address(self._scale), "vocabulary": self._padded,
+            "wanted": rows.data_ptr(), "wanted_rows": len(rows), "logits": made.data_ptr(), "runs": self._runs,
+        }  # fmt: skip
 
 
 def compile_linears(network: nn.Module) -> None:
     """Let the four-bit layers of a network run compiled products, where this machine has them."""
     if compiled_refusal() is None:
         for module in network.modules():
-            if isinstance(module, Int4Linear):
+            if isinstance(module, Int4Linear) and module.compiled is None:
                 module.compiled = CompiledLinear.of(module)
 
 
@@ -289,12 +385,36 @@ class Workspace:
         self.scratch = self.buffers + buffers
 
 
-def run_region(region: Any, threads: int, **fields: int) -> None:
-    """Run a compiled region with so many of torch's OpenMP threads; Python's lock is released."""
-    from draftproof.models.avx512 import PASS_FIELDS
+class Gate:
+    """The counter by which the threads of a region wait for each other."""
 
-    data = np.array([fields.get(name, 0) for name in PASS_FIELDS], dtype=np.int64)
-    _parallel()(region.address, data.ctypes.data, threads, 0)
+    def __init__(self) -> None:
+        self._memory = np.zeros(16, dtype=np.int64)  # 128 bytes: nothing else is in its line of the cache
+        self.address = int(self._memory.ctypes.data + 64) // 64 * 64
+
+
+def run_pass(fields: Mapping[str, int]) -> None:
+    """Run a pass with torch's OpenMP threads; Python's lock is released."""
+    run_region({}, fields)
+
+
+def run_region(
+    chain: Mapping[str, int], reading: Mapping[str, int] | None, stepping: Mapping[str, int] | None = None
+) -> None:
+    """Run the compiled region over the numbers of a call and of its passes; see avx512.CHAIN_FIELDS."""
+    from draftproof.models.avx512 import CHAIN_FIELDS, PASS_FIELDS, region
+
+    gate = Gate()
+    passes = [
+        _numbers(PASS_FIELDS, {**fields, "gate": gate.address}) if fields else None for fields in (reading, stepping)
+    ]
+    first, second = (0 if data is None else data.ctypes.data for data in passes)
+    data = _numbers(CHAIN_FIELDS, {**chain, "reading": first, "stepping": second})
+    _parallel()(region.address, data.ctypes.data, torch.get_num_threads(), 0)
+
+
+def _numbers(names: Sequence[str], fields: Mapping[str, int]) -> Any:
+    return np.array([fields.get(name, 0) for name in names], dtype=np.int64)
 
 
 @cache
@@ -310,34 +430,3 @@ def _is_run(inputs: int, runs: int) -> bool:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _plain(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.detach().float().contiguous()
-
-
-def _layer_blocks(layer: Any) -> list[Tensor | None]:
-    """Lay out the weights of a Llama layer; copies of a model share them."""
-    attention, mlp = layer.self_attn, layer.mlp
-    if attention.o_proj.layer_blocks is None:
-        attention.o_proj.layer_blocks = blocked_weights(
-            layer.input_layernorm, [linear.int4 for linear in (attention.q_proj, attention.k_proj, attention.v_proj)],
-            attention.o_proj, layer.post_attention_layernorm, mlp.gate_proj.int4, mlp.up_proj.int4, mlp.down_proj,
-        )  # fmt: skip
-    blocks: list[Tensor | None] = attention.o_proj.layer_blocks
-    return blocks
-
-
-def blocked_weights(
-    norm: Any, qkv: Sequence[Int4Weight], out: Int4Linear, mlp_norm: Any, gate: Int4Weight, up: Int4Weight,
-    down: Int4Linear,
-) -> list[Tensor | None]:  # fmt: skip
-    """Lay out the weights of a layer in the order of LAYER_FIELDS; without a norm its inputs are normed before."""
-    return [
-        None if norm is None else _plain(norm.weight),
-        torch.cat([blocked_int4(weight) for weight in qkv]),
-        blocked_int4(out.int4),
-        _plain(mlp_norm.weight),
-        blocked_int4(gate, up),
-        blocked_int4(down.int4),
-    ]

@@ -166,13 +166,35 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = weight.in_features, weight.out_features
         # Neither parameters nor buffers: code that walks those would convert or move them.
-        self.int4, self.bias = weight, None if bias is None else bias.detach()
+        self._int4: Int4Weight | None = weight
+        self._restore: Callable[[], Int4Weight] | None = None
+        self.bias = None if bias is None else bias.detach()
         self.joined: Int4Weight | None = None
         """The matrix that this one's codes are a part of; see `join_linears`."""
         self.compiled: Callable[[Tensor], Tensor] | None = None
         """The product as compiled for this machine, if it is (compiled_pass.py)."""
         self.layer_blocks: Any = None
         """On an output projection: the weights of its layer as the compiled pass has them."""
+
+    @property
+    def int4(self) -> Int4Weight:
+        """Return the matrix in torch's layout, which is made again if it was released."""
+        if self._int4 is None:
+            assert self._restore is not None
+            self._int4 = self._restore()
+        return self._int4
+
+    @int4.setter
+    def int4(self, weight: Int4Weight) -> None:
+        self._int4 = weight
+
+    def release(self, restore: Callable[[], Int4Weight]) -> None:
+        """Give up torch's layout: `restore` makes it again, from another layout that is kept.
+
+        A matrix that is a part of a joined one stays: others keep its codes anyway.
+        """
+        if self.joined is None:
+            self._int4, self._restore = None, restore
 
     def forward(self, x: Float[Tensor, "*B I"]) -> Float[Tensor, "*B O"]:
         if self.compiled is not None:

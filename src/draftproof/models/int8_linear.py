@@ -5,6 +5,7 @@ logits must not be rounded to bfloat16. An input row is split into a coarse and 
 scale of its own row, so that it keeps about 15 bits and no row depends on its neighbours.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -45,8 +46,11 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = codes.shape
         # Neither parameters nor buffers: the packed codes are opaque, and code that walks those reads their storage.
-        self.codes = codes
+        self._codes: Tensor | None = codes
+        self._restore: Callable[[], Tensor] | None = None
         self._packed: Tensor | None = None
+        self.compiled: Any = None
+        """The product as compiled for this machine, if it is (compiled_pass.py)."""
         self.scale, self.bias = scale, None if bias is None else bias.detach()
         self.weight = table
         self._zero_points = torch.zeros(self.out_features, dtype=torch.long)
@@ -61,6 +65,18 @@ class Int8Linear(nn.Module):
         made = self._product(bytes_)
         result = made[: len(rows)].add_(made[len(rows) :], alpha=1 / FINE).mul_(step)
         return (result if self.bias is None else result.add_(self.bias)).view(*x.shape[:-1], -1)
+
+    @property
+    def codes(self) -> Int8[Tensor, "O I"]:
+        """Return the codes, read back from another layout if they were released."""
+        if self._codes is not None:
+            return self._codes
+        assert self._restore is not None
+        return self._restore()
+
+    def release(self, restore: Callable[[], Int8[Tensor, "O I"]]) -> None:
+        """Give up the codes: `restore` reads them from another layout that is kept."""
+        self._codes, self._restore = None, restore
 
     @property
     def packed(self) -> Tensor:

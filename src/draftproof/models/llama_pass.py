@@ -14,8 +14,9 @@ from jaxtyping import BFloat16, Complex, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from draftproof.models.blocked import can_lay_out_layer
 from draftproof.models.compiled_pass import CompiledPass, DecoderSizes, compiled_refusal
-from draftproof.models.int4_linear import MERGE_MULTIPLE, Int4Linear, Int4Weight, cut, join, join_linears, reordered
+from draftproof.models.int4_linear import Int4Linear, Int4Weight, cut, join, join_linears, reordered
 from draftproof.models.llama import Llama
 from draftproof.models.packed import PackedPass, Piece
 from draftproof.models.pool import LayerShape
@@ -88,15 +89,12 @@ class LlamaPass:
             and getattr(rotary, "rope_type", "default") == "default"
             and getattr(rotary, "attention_scaling", 1.0) == 1.0
             and len(net.model.layers) > 0
-            and all(_is_joinable(layer) for layer in net.model.layers)
+            and all(can_lay_out_layer(layer) for layer in net.model.layers)
         )
         if not usual:
             return None
         attention = net.model.layers[0].self_attn
-        sizes = DecoderSizes(
-            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, attention.head_dim,
-            config.intermediate_size, config.rms_norm_eps, attention.scaling,
-        )  # fmt: skip
+        sizes = DecoderSizes.of(config, attention.head_dim, attention.scaling)
         return CompiledPass(net, sizes) if compiled_refusal() is None and sizes.fit else cls(net)
 
     @property
@@ -249,13 +247,3 @@ def _joined_attention(q: Int4Linear, k: Int4Linear, v: Int4Linear, head_dim: int
 def _paired(rows: int, head_dim: int) -> Int[Tensor, " O"]:
     """Return the rows of a projection in the order of complex numbers: (i, i + head_dim / 2) for each i of a head."""
     return torch.arange(rows).view(-1, 2, head_dim // 2).transpose(1, 2).flatten()
-
-
-def _is_joinable(layer: Any) -> bool:
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = [getattr(attention, f"{name}_proj") for name in "qkvo"]
-    linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
-    return all(
-        type(linear) is Int4Linear and linear.bias is None and linear.out_features % MERGE_MULTIPLE == 0
-        for linear in linears
-    )

@@ -11,7 +11,9 @@ import torch
 from jaxtyping import BFloat16, Float, Int
 from torch import Tensor, nn
 
+from draftproof.models.blocked import can_lay_out_layer, layer_blocks
 from draftproof.models.bundled.gguf import LAYER_NAMES, half_rotation, rotated_heads
+from draftproof.models.compiled_pass import CompiledLinear, DecoderSizes, compiled_refusal
 from draftproof.models.gguf import Gguf
 from draftproof.models.head.taps import hash_weights, weights_hash
 from draftproof.models.heap import trim_heap
@@ -89,8 +91,11 @@ def llama_from_gguf(path: Path, config: LlamaConfig) -> Llama:
     gguf = Gguf(path)
     _check_shapes(gguf, config)
     table, lm_head = _tied_embeddings(gguf)
+    compiles = compiled_refusal() is None and DecoderSizes.of(config, config.head_dim, config.head_dim**-0.5).fit
+    if compiles:
+        CompiledLinear.of(lm_head)  # here, before more is in memory: it is kept with the layer
     trim_heap()
-    layers = nn.ModuleList([_layer(gguf, config, index) for index in range(config.num_hidden_layers)])
+    layers = nn.ModuleList([_layer(gguf, config, index, compiles) for index in range(config.num_hidden_layers)])
     decoder = Decoder(BFloat16Embedding(table), layers, _norm(gguf, "output_norm.weight"), Rotary(config))
     model = Llama(config, decoder, lm_head).eval()
     model.source_weights_hash = _hash(gguf, model, table)
@@ -119,8 +124,8 @@ def _check_shapes(gguf: Gguf, config: LlamaConfig) -> None:
             raise ValueError(f"the file counts {rotated_heads(gguf.metadata, part)} heads of {part}, not {heads}")
 
 
-def _layer(gguf: Gguf, config: LlamaConfig, index: int) -> Layer:
-    """Read a layer's parts one after the other."""
+def _layer(gguf: Gguf, config: LlamaConfig, index: int, compiles: bool) -> Layer:
+    """Read a layer's parts one after the other, and lay them out for the compiled pass if there is one."""
     parts: dict[str, Any] = {}
     for part, name in LAYER_NAMES.items():
         source = f"blk.{index}.{part}.weight"
@@ -130,8 +135,11 @@ def _layer(gguf: Gguf, config: LlamaConfig, index: int) -> Layer:
             parts[name.rpartition(".")[2]] = Int4Linear(gguf_weight(gguf, source, rotated_heads(gguf.metadata, part)))
     attention = Attention(config, **{name: parts.pop(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")})
     norms = parts.pop("input_layernorm"), parts.pop("post_attention_layernorm")
+    layer = Layer(norms[0], attention, norms[1], Mlp(**parts))
+    if compiles and can_lay_out_layer(layer):
+        layer_blocks(layer)
     trim_heap()
-    return Layer(norms[0], attention, norms[1], Mlp(**parts))
+    return layer
 
 
 def _tied_embeddings(gguf: Gguf) -> tuple[BFloat16[Tensor, "V H"], Int8Linear]:

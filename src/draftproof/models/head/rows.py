@@ -9,7 +9,7 @@ from torch import Tensor
 from draftproof.core.device import is_cpu, to_device
 from draftproof.models.compiled_pass import Attended
 from draftproof.models.cuda_graphs import CapturedGraphs
-from draftproof.models.head.compiled import CompiledHead
+from draftproof.models.head.compiled import Chain, Choice, CompiledHead, Places
 from draftproof.models.head.network import FittedHead, Head, attend
 from draftproof.models.packed import PackedPass, Piece, Span
 from draftproof.models.packed import attend as attend_by_row
@@ -31,7 +31,7 @@ class HeadRows:
             # A gathered row is read as far as the longest: a masked slot has weight zero, and zero times NaN is NaN.
             for buffer in (*self.pool.keys, *self.pool.values):
                 buffer.zero_()
-        self._compiled = CompiledHead.of(self._network) if is_cpu(device) else None
+        self.compiled = CompiledHead.of(head) if is_cpu(device) else None
         self.recordings = CapturedGraphs()
         """CUDA graphs of steps over these buffers."""
 
@@ -42,7 +42,7 @@ class HeadRows:
         """Return the states after the tokens of some rows, packed: widths[b] of row b, from entry starts[b] on."""
         spans = [Span(self._start(row), at, width) for row, at, width in zip(rows, starts, widths, strict=True)]
         this = PackedPass(tokens, spans, FULL)
-        if self._compiled is not None:
+        if self.compiled is not None:
             return self._run_compiled(tokens, h, this.positions, [Attended.of(span) for span in spans])
         group = self._network.shape.heads // self._network.shape.kv_heads
         return self._packed(tokens, h, this.positions, this.slots, this.pieces(0, group, torch.float32))
@@ -54,7 +54,7 @@ class HeadRows:
         """Return the states after a level of each row's tree, the last w of its M nodes, which begin at starts[b]."""
         B, w, M = lineage.shape
         positions = (torch.tensor(list(starts))[:, None] + lineage.sum(2) - 1).flatten()
-        if self._compiled is not None:
+        if self.compiled is not None:
             spans = [
                 Attended(self._start(row), before + M - w, w, seen, before)
                 for row, before, seen in zip(rows, starts, lineage, strict=True)
@@ -75,8 +75,26 @@ class HeadRows:
         spans: Sequence[Attended],
     ) -> Float[Tensor, "N H"]:  # fmt: skip
         [keys], [values] = self.pool.keys, self.pool.values
-        assert self._compiled is not None
-        return self._compiled(self._head.embedded(tokens), h, positions, spans, keys, values)
+        assert self.compiled is not None
+        return self.compiled.states(tokens, h, positions, spans, keys, values)
+
+    def fuse(self, taps: Sequence[Float[Tensor, "N H"]]) -> Float[Tensor, "N H"]:
+        """Combine the target's states after each tap into one state."""
+        return self._network.fuse(taps) if self.compiled is None else self.compiled.fuse(taps)
+
+    def logits(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N R"]:
+        """Return the logits of the next token over the draft vocabulary, from the head's states."""
+        return self.compiled.logits(h) if self.compiled is not None and self.compiled.drafts else self._head.logits(h)
+
+    def draft(
+        self, h: Float[Tensor, "B H"] | None, taps: Sequence[Float[Tensor, "N H"]], follow: Int[Tensor, " N"],
+        rows: Sequence[int], at: Sequence[int], widths: Sequence[int], choice: Choice,
+    ) -> tuple[Chain, Float[Tensor, "N H"] | None]:  # fmt: skip
+        """Draft in one compiled call; see `CompiledHead.draft`."""
+        [keys], [values] = self.pool.keys, self.pool.values
+        assert self.compiled is not None
+        places = Places([self._start(row) for row in rows], at, widths)
+        return self.compiled.draft(h, taps, follow, places, choice, keys, values)
 
     def _packed(
         self, tokens: Int[Tensor, " N"], h: Float[Tensor, "N H"], positions: Int[Tensor, " N"],
