@@ -21,6 +21,7 @@ from draftproof.core.device import runs_kernels
 from draftproof.models.comparison import attends_alike, computes_the_same
 from draftproof.models.cpu_linear import PackedLinear, join, joinable
 from draftproof.models.device_pass import DevicePass
+from draftproof.models.heap import trim_heap
 from draftproof.models.packed import PackedPass, running
 from draftproof.models.weight_sharing import decoder_stack
 
@@ -62,6 +63,7 @@ def fuse(model: PreTrainedModel) -> Fusion:
                 setattr(layer, part, attention)
                 made.attentions += 1
                 made.bytes += _copied(attention.joined, child)
+    trim_heap()  # joining packed layers has freed their parts
     return made
 
 
@@ -105,6 +107,7 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), eps
         self.plus_one, self.round_first = plus_one, round_first
+        self.step = _steps(weight.device).rms_norm
 
     @classmethod
     def of(cls, module: nn.Module) -> "FusedNorm | None":
@@ -124,7 +127,7 @@ class FusedNorm(nn.Module):
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = _steps(x.device).rms_norm(
+        made: Tensor = self.step(
             x, self.weight, self.variance_epsilon, plus_one=self.plus_one, round_first=self.round_first
         )
         return made
@@ -147,9 +150,10 @@ class MergedLinear(nn.Module):
 class FusedMLP(nn.Module):
     """A gated MLP: gate and up in one product, activation and multiplication in one step."""
 
-    def __init__(self, joined: nn.Module, down_proj: nn.Module, tanh: bool) -> None:
+    def __init__(self, joined: nn.Module, down_proj: nn.Module, tanh: bool, device: torch.device) -> None:
         super().__init__()
         self.joined, self.down_proj, self.tanh = joined, down_proj, tanh
+        self.step = _steps(device).gate
 
     @classmethod
     def of(cls, module: nn.Module) -> "FusedMLP | None":
@@ -159,14 +163,15 @@ class FusedMLP(nn.Module):
         if parts is None or not _has_only(module, *names) or _is_hooked(module):
             return None
         gate, up, down = parts
+        like = _example(gate)
         for tanh in (False, True):
-            tried = cls(_Beside([gate, up]), down, tanh)
-            if computes_the_same(module, tried, (gate.in_features,), _example(gate)):
-                return cls(_join([gate, up]), down, tanh)
+            tried = cls(_Beside([gate, up]), down, tanh, like.device)
+            if computes_the_same(module, tried, (gate.in_features,), like):
+                return cls(_join([gate, up]), down, tanh, like.device)
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down_proj(_steps(x.device).gate(self.joined(x), tanh=self.tanh))
+        made: Tensor = self.down_proj(self.step(self.joined(x), tanh=self.tanh))
         return made
 
 
@@ -176,9 +181,11 @@ class FusedAttention(nn.Module):
     Other passes, such as those that read prompts on a GPU, run the module it replaces.
     """
 
-    def __init__(self, original: nn.Module, joined: nn.Module) -> None:
+    def __init__(self, original: nn.Module, joined: nn.Module, device: torch.device) -> None:
         super().__init__()
         own: Any = original
+        self.step = _steps(device).rotate_and_write
+        self.passes = DevicePass if runs_kernels(device) else PackedPass
         self.original, self.joined = original, joined
         self.size: int = own.head_dim
         self.heads: int = own.q_proj.out_features // self.size
@@ -204,8 +211,9 @@ class FusedAttention(nn.Module):
             norm is not None and norm.weight.shape[0] != own.head_dim for norm in norms
         ):
             return None
-        tried = cls(module, _Beside(parts[:3]))
-        return cls(module, _join(parts[:3])) if attends_alike(module, tried, _example(parts[0])) else None
+        like = _example(parts[0])
+        tried = cls(module, _Beside(parts[:3]), like.device)
+        return cls(module, _join(parts[:3]), like.device) if attends_alike(module, tried, like) else None
 
     def forward(
         self,
@@ -217,8 +225,7 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         this = running.get()
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        served = DevicePass if runs_kernels(hidden_states.device) else PackedPass
-        if not isinstance(this, served) or position_embeddings is None or not _is_written(layer):
+        if not isinstance(this, self.passes) or position_embeddings is None or not _is_written(layer):
             result: tuple[Tensor, Tensor | None] = self.original(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
@@ -245,7 +252,7 @@ class FusedAttention(nn.Module):
         layer = past_key_values.layers[self.layer_idx]
         cos, sin = (each.reshape(-1, each.shape[-1]) for each in position_embeddings)
         q_norm = getattr(own, "q_norm", None)
-        queries = _steps(hidden_states.device).rotate_and_write(
+        queries = self.step(
             self.joined(hidden_states[0]),
             cos,
             sin,
