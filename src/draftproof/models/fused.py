@@ -4,8 +4,8 @@ The layers of our own structural copy are changed, never those of the model pass
 has the parts and computes what its replacement computes: both are run on the same numbers and compared. Models that are
 built differently keep their modules.
 
-On a GPU the steps are Triton kernels (kernels/layer.py). On a CPU they are compiled loops (layer_steps.py) for float32,
-and products are merged where layers are packed: packed layers are joined, which costs no memory (cpu_linear.py).
+On a GPU the steps are Triton kernels (kernels/layer.py). On a CPU they are compiled loops (layer_steps.py), for models
+in float32 whose linear layers are packed: those are joined, which costs no memory (cpu_linear.py).
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Fusion:
 def fuse(model: PreTrainedModel) -> Fusion:
     """Replace modules of a structural copy by fused ones, where they compute the same."""
     made, stack = Fusion(), decoder_stack(model)
-    if stack is None or not _serves(model.device, model.dtype):
+    if stack is None or not _serves(model.device, model.dtype) or not _is_worthwhile(model):
         return made
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -70,6 +70,11 @@ def fuse(model: PreTrainedModel) -> Fusion:
 def _serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether there are steps for a device and a dtype."""
     return dtype in DTYPES if runs_kernels(device) else device.type == "cpu" and dtype == torch.float32
+
+
+def _is_worthwhile(model: PreTrainedModel) -> bool:
+    """Return whether a model runs kernels or has packed layers: around unpacked products little would be saved."""
+    return runs_kernels(model.device) or any(type(module) is PackedLinear for module in model.modules())
 
 
 def _steps(device: torch.device) -> Any:
