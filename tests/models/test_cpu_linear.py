@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from draftproof.models.cpu_linear import PackedLinear, pack, packable, padded_rows
+from draftproof.models.cpu_linear import PackedLinear, join, joinable, pack, packable, padded_rows
 from draftproof.models.hf import HFModel
 from models.families import family
 from models.reference import TOLERANCE, Rows
@@ -35,6 +35,55 @@ def test_products_have_few_numbers_of_rows():
     with torch.inference_mode():
         assert layer(x).shape == (3, 43, 130)
         assert torch.equal(layer(x).view(129, -1)[:33], layer(x.view(129, 48)[:33]))
+
+
+def layers(bias, sizes=(64, 32, 32)):
+    torch.manual_seed(0)
+    return [PackedLinear(nn.Linear(48, size, bias=bias)) for size in sizes]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [2, 3, 8, 33, 70])
+def test_joined_layers_keep_their_bits_and_hold_no_second_copy(rows, bias):
+    parts, x = layers(bias), torch.randn(rows, 48)
+    with torch.inference_mode():
+        apart = [part(x) for part in parts]
+        matrices = [part.packed.to_dense() for part in parts]
+        whole = join(parts)
+        assert torch.equal(whole(x), torch.cat(apart, 1))
+        assert all(torch.equal(part(x), own) for part, own in zip(parts, apart, strict=True))
+        assert all(torch.equal(part.packed.to_dense(), own) for part, own in zip(parts, matrices, strict=True))
+    assert all(part.place.packed is None for part in parts)
+    assert joinable(parts)
+    assert join(parts) is whole
+
+
+def test_parts_of_a_joined_layer_share_a_product_of_one_input_only():
+    parts = layers(False)
+    whole, products = join(parts), []
+    whole.register_forward_hook(lambda module, inputs, output: products.append(inputs[0]))
+    one, other = torch.randn(2, 4, 48).unbind()
+    with torch.inference_mode():
+        wanted = whole(other)[:, 64:96]
+        products.clear()
+        for part in parts:
+            part(one)
+        assert len(products) == 1
+        parts[0](one)
+        assert torch.equal(parts[1](other), wanted)
+        parts[2](other)
+        parts[2](other)  # after the last part nothing is kept
+    assert len(products) == 4
+
+
+def test_what_differs_in_input_or_bias_is_not_joined():
+    first, second = layers(False, (64, 32))
+    assert joinable([first, second])
+    assert not joinable([first, PackedLinear(nn.Linear(48, 32))])
+    assert not joinable([first, PackedLinear(nn.Linear(40, 32, bias=False))])
+    assert not joinable([first, nn.Linear(48, 32, bias=False)])
+    join([first, second])
+    assert not joinable([first, PackedLinear(nn.Linear(48, 32, bias=False))])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])

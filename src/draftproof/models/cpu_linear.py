@@ -5,8 +5,10 @@ in every call. Packing reorders them once. It replaces the layers and drops the 
 models that draftproof loaded itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from threading import local
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -74,28 +76,103 @@ def pack_bfloat16(model: nn.Module) -> None:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer on packed float32 weights, for inference on a CPU."""
+    """A linear layer on packed float32 weights, for inference on a CPU.
+
+    Once it is joined with others (`join`), its weights are a part of theirs.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        # Neither a parameter nor a buffer: it is opaque, and code that walks those reads their storage.
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), LAYOUT_ROWS)
+        # Neither a parameter nor a buffer: it is opaque, and code that walks those reads their storage. In an object of
+        # its own: where weights lie is not a change of the model (fingerprint.py).
+        self.place = _Place(torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), LAYOUT_ROWS))
         self._doubles = not _row_alone_is_the_same(self.packed, self.in_features)
 
+    @property
+    def packed(self) -> Tensor:
+        """Return the weights; `to_dense()` of them is a matrix."""
+        place = self.place
+        if place.packed is not None:
+            return place.packed
+        assert place.part is not None
+        return place.part.whole.packed.to_dense()[place.part.start : place.part.stop]
+
     def forward(self, x: Float[Tensor, "*B I"]) -> Float[Tensor, "*B O"]:
+        packed, part = self.place.packed, self.place.part
+        if packed is None:
+            assert part is not None
+            return part.product(x)
         if self._doubles and x.numel() == self.in_features:
             both = x.reshape(1, -1).expand(2, -1)
-            return _packed_linear(both, self.packed, self.bias)[:1].view(*x.shape[:-1], -1)
-        return _packed_linear(x, self.packed, self.bias)
+            return _packed_linear(both, packed, self.bias)[:1].view(*x.shape[:-1], -1)
+        return _packed_linear(x, packed, self.bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
-        """Return itself: it is immutable, so copies of a model share it."""
+        """Return itself: what it computes never changes, so copies of a model share it."""
         return self
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Part(NamedTuple):
+    """A part of a joined layer: its outputs from `start` to `stop`."""
+
+    whole: PackedLinear
+    start: int
+    stop: int
+
+    def product(self, x: Float[Tensor, "*B I"]) -> Float[Tensor, "*B O"]:
+        """Return the part's outputs; parts that are asked one after the other for the same input share a product."""
+        last = getattr(_LAST, "product", None)
+        if last is None or last[0] is not self.whole or last[1] is not x:
+            last = self.whole, x, self.whole(x)
+        # Whoever asks for the last part needs the product no more.
+        _LAST.product = None if self.stop == self.whole.out_features else last
+        made: Tensor = last[2][..., self.start : self.stop]
+        return made
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a layer's weights are: packed, or a part of a joined layer."""
+
+    packed: Tensor | None
+    part: Part | None = None
+
+
+_LAST: Final = local()
+"""The last joined layer of which a part was asked for, with its input and its product, in each thread."""
+
+
+def joinable(layers: Sequence[nn.Module]) -> bool:
+    """Return whether layers are packed ones that can be joined: with one input size, and all with a bias or none."""
+    packed = [layer for layer in layers if type(layer) is PackedLinear]
+    kinds = {(layer.in_features, layer.bias is None) for layer in packed}
+    wholes = {None if layer.place.part is None else layer.place.part.whole for layer in packed}
+    return len(packed) == len(layers) and len(kinds) == len(wholes) == 1
+
+
+@torch.no_grad()
+def join(layers: Sequence[PackedLinear]) -> PackedLinear:
+    """Join packed layers that read the same input into one, which has the only copy of their weights.
+
+    They compute what they did, as parts of it. It is done once: layers that were joined return what they are parts of.
+    """
+    if (part := layers[0].place.part) is not None:
+        return part.whole
+    joined = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), bias=False, device="meta")
+    joined.weight = nn.Parameter(torch.cat([layer.packed.to_dense() for layer in layers]), requires_grad=False)
+    if layers[0].bias is not None:
+        joined.bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False)
+    whole, start = PackedLinear(joined), 0
+    for layer in layers:
+        part = Part(whole, start, start + layer.out_features)
+        layer.place.part, layer.place.packed = part, None
+        start = part.stop
+    return whole
 
 
 class BFloat16Linear(nn.Module):

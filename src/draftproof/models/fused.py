@@ -1,11 +1,14 @@
-"""Run the layers of Llama-shaped models with few kernels on a GPU: merged products, and one kernel for each small step.
+"""Run the layers of Llama-shaped models with few calls: merged products, and one call for each small step.
 
 The layers of our own structural copy are changed, never those of the model passed in. A module is replaced because it
 has the parts and computes what its replacement computes: both are run on the same numbers and compared. Models that are
 built differently keep their modules.
+
+On a GPU the steps are Triton kernels (kernels/layer.py). On a CPU they are compiled loops (layer_steps.py), for models
+in float32 whose linear layers are packed: those are joined, which costs no memory (cpu_linear.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,15 +18,14 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from draftproof.core.device import runs_kernels
+from draftproof.models.comparison import attends_alike, computes_the_same
+from draftproof.models.cpu_linear import PackedLinear, join, joinable
 from draftproof.models.device_pass import DevicePass
-from draftproof.models.packed import running
+from draftproof.models.heap import trim_heap
+from draftproof.models.packed import PackedPass, running
 from draftproof.models.weight_sharing import decoder_stack
 
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-
-CLOSE: Final = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
-"""How far a replacement may be from its module, as a share of the largest number: a few roundings of the dtype."""
-
 
 MERGED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers of one module that read the same input, and are one product."""
@@ -43,7 +45,7 @@ class Fusion:
 def fuse(model: PreTrainedModel) -> Fusion:
     """Replace modules of a structural copy by fused ones, where they compute the same."""
     made, stack = Fusion(), decoder_stack(model)
-    if stack is None or not runs_kernels(model.device) or model.dtype not in DTYPES:
+    if stack is None or not _serves(model.device, model.dtype) or not _is_worthwhile(model):
         return made
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -56,12 +58,34 @@ def fuse(model: PreTrainedModel) -> Fusion:
             if (gated := FusedMLP.of(child)) is not None:
                 setattr(layer, part, gated)
                 made.gates += 1
-                made.bytes += _copied(gated.merged, child)
+                made.bytes += _copied(gated.joined, child)
             elif (attention := FusedAttention.of(child)) is not None:
                 setattr(layer, part, attention)
                 made.attentions += 1
-                made.bytes += _copied(attention.merged, child)
+                made.bytes += _copied(attention.joined, child)
+    trim_heap()  # joining packed layers has freed their parts
     return made
+
+
+def _serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether there are steps for a device and a dtype."""
+    return dtype in DTYPES if runs_kernels(device) else device.type == "cpu" and dtype == torch.float32
+
+
+def _is_worthwhile(model: PreTrainedModel) -> bool:
+    """Return whether a model runs kernels or has packed layers: around unpacked products little would be saved."""
+    return runs_kernels(model.device) or any(type(module) is PackedLinear for module in model.modules())
+
+
+def _steps(device: torch.device) -> Any:
+    """Return the module with the steps of a device: `rms_norm`, `gate` and `rotate_and_write`."""
+    if runs_kernels(device):
+        from draftproof.kernels import layer
+
+        return layer
+    from draftproof.models import layer_steps
+
+    return layer_steps
 
 
 @torch.no_grad()
@@ -82,12 +106,13 @@ def lay_side_by_side(model: nn.Module) -> None:
 
 
 class FusedNorm(nn.Module):
-    """RMSNorm in one kernel."""
+    """RMSNorm in one step."""
 
     def __init__(self, weight: Tensor, eps: float, plus_one: bool, round_first: bool) -> None:
         super().__init__()
         self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), eps
         self.plus_one, self.round_first = plus_one, round_first
+        self.step = _steps(weight.device).rms_norm
 
     @classmethod
     def of(cls, module: nn.Module) -> "FusedNorm | None":
@@ -96,62 +121,77 @@ class FusedNorm(nn.Module):
         if list(module.children()) or not isinstance(weight, Tensor) or weight.ndim != 1 or len(vars(module)) > 20:
             return None
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if not isinstance(eps, float) or weight.dtype not in DTYPES or not _takes_one_tensor(module):
+        if not isinstance(eps, float) or not _serves(weight.device, weight.dtype) or not _takes_one_tensor(module):
+            return None
+        if _is_hooked(module):
             return None
         for plus_one, round_first in ((False, True), (False, False), (True, False)):
             made = cls(weight, eps, plus_one, round_first)
-            if _agree(module, made, (weight.shape[0],), weight):
+            if computes_the_same(module, made, (weight.shape[0],), weight):
                 return made
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        from draftproof.kernels.layer import rms_norm
+        made: Tensor = self.step(
+            x, self.weight, self.variance_epsilon, plus_one=self.plus_one, round_first=self.round_first
+        )
+        return made
 
-        return rms_norm(x, self.weight, self.variance_epsilon, plus_one=self.plus_one, round_first=self.round_first)
+
+class MergedLinear(nn.Module):
+    """Linear layers that read the same input as one product."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        weight, bias = _merged(linears)
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class FusedMLP(nn.Module):
-    """A gated MLP: gate and up in one product, activation and multiplication in one kernel."""
+    """A gated MLP: gate and up in one product, activation and multiplication in one step."""
 
-    def __init__(self, merged: Tensor, bias: Tensor | None, down_proj: nn.Module, tanh: bool) -> None:
+    def __init__(self, joined: nn.Module, down_proj: nn.Module, tanh: bool, device: torch.device) -> None:
         super().__init__()
-        self.merged = nn.Parameter(merged, requires_grad=False)
-        self.merged_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.down_proj, self.tanh = down_proj, tanh
+        self.joined, self.down_proj, self.tanh = joined, down_proj, tanh
+        self.step = _steps(device).gate
 
     @classmethod
     def of(cls, module: nn.Module) -> "FusedMLP | None":
         """Return the fused form of a module that is a gated MLP; None if it computes anything else."""
         names = ("gate_proj", "up_proj", "down_proj")
-        parts = [part for name in names if type(part := getattr(module, name, None)) is nn.Linear]
-        if len(parts) < len(names) or not _has_only(module, *names):
+        parts = _linears(module, *names)
+        if parts is None or not _has_only(module, *names) or _is_hooked(module):
             return None
         gate, up, down = parts
-        merged, bias = _merged([gate, up])
+        like = _example(gate)
         for tanh in (False, True):
-            made = cls(merged, bias, down, tanh)
-            if _agree(module, made, (gate.in_features,), gate.weight):
-                return made
+            tried = cls(_Beside([gate, up]), down, tanh, like.device)
+            if computes_the_same(module, tried, (gate.in_features,), like):
+                return cls(_join([gate, up]), down, tanh, like.device)
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        from draftproof.kernels.layer import gate
-
-        made: Tensor = self.down_proj(gate(linear(x, self.merged, self.merged_bias), tanh=self.tanh))
+        made: Tensor = self.down_proj(self.step(self.joined(x), tanh=self.tanh))
         return made
 
 
 class FusedAttention(nn.Module):
-    """Attention over a pool: q, k and v in one product; norms of heads, rotary embedding and the write in one kernel.
+    """Attention over a pool: q, k and v in one product; norms of heads, rotary embedding and the write in one step.
 
-    Other passes, such as those that read prompts, run the module it replaces.
+    Other passes, such as those that read prompts on a GPU, run the module it replaces.
     """
 
-    def __init__(self, original: nn.Module, merged: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, original: nn.Module, joined: nn.Module, device: torch.device) -> None:
         super().__init__()
         own: Any = original
-        self.original, self.merged = original, nn.Parameter(merged, requires_grad=False)
-        self.merged_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.step = _steps(device).rotate_and_write
+        self.passes = DevicePass if runs_kernels(device) else PackedPass
+        self.original, self.joined = original, joined
         self.size: int = own.head_dim
         self.heads: int = own.q_proj.out_features // self.size
         self.scaling: float = own.scaling
@@ -161,13 +201,10 @@ class FusedAttention(nn.Module):
     @classmethod
     def of(cls, module: nn.Module) -> "FusedAttention | None":
         """Return the fused form of an attention module whose parts are those of Llama's, with norms of heads or not."""
-        names = ("q_proj", "k_proj", "v_proj", "o_proj")
-        linears = [part for name in names if type(part := getattr(module, name, None)) is nn.Linear]
-        if len(linears) < len(names):
-            return None
         known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
         fields = ("head_dim", "scaling", "layer_idx")
-        if {name for name, _ in module.named_children()} - known or not all(hasattr(module, name) for name in fields):
+        parts = _linears(module, "q_proj", "k_proj", "v_proj", "o_proj")
+        if parts is None or {name for name, _ in module.named_children()} - known or _is_hooked(module):
             return None
         norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
         if any(norm is not None and not isinstance(norm, FusedNorm) for norm in norms) or (norms[0] is None) != (
@@ -175,10 +212,13 @@ class FusedAttention(nn.Module):
         ):
             return None
         own: Any = module
-        if any(norm is not None and norm.weight.shape[0] != own.head_dim for norm in norms):
+        if not all(hasattr(module, name) for name in fields) or any(
+            norm is not None and norm.weight.shape[0] != own.head_dim for norm in norms
+        ):
             return None
-        made = cls(module, *_merged(linears[:3]))
-        return made if _attends_alike(module, made) else None
+        like = _example(parts[0])
+        tried = cls(module, _Beside(parts[:3]), like.device)
+        return cls(module, _join(parts[:3]), like.device) if attends_alike(module, tried, like) else None
 
     def forward(
         self,
@@ -189,7 +229,8 @@ class FusedAttention(nn.Module):
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         this = running.get()
-        if not isinstance(this, DevicePass) or position_embeddings is None:
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        if not isinstance(this, self.passes) or position_embeddings is None or not _is_written(layer):
             result: tuple[Tensor, Tensor | None] = self.original(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
@@ -205,21 +246,19 @@ class FusedAttention(nn.Module):
 
     def attended(
         self,
-        this: DevicePass,
+        this: DevicePass | PackedPass,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
         past_key_values: Any,
     ) -> Tensor:
         """Return what the output product is given, [1, N, heads · size]."""
-        from draftproof.kernels.layer import rotate_and_write
-
         own: Any = self.original
         layer = past_key_values.layers[self.layer_idx]
         cos, sin = (each.reshape(-1, each.shape[-1]) for each in position_embeddings)
         q_norm = getattr(own, "q_norm", None)
-        queries = rotate_and_write(
-            linear(hidden_states[0], self.merged, self.merged_bias),
+        queries = self.step(
+            self.joined(hidden_states[0]),
             cos,
             sin,
             layer.keys,
@@ -239,6 +278,47 @@ class FusedAttention(nn.Module):
             {"softcap": self.softcap},
         )
         return attended.flatten(2)
+
+
+class _Beside(nn.Module):
+    """Linear layers that read the same input, each as it is, with their results side by side: to try a replacement."""
+
+    def __init__(self, linears: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(linears)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([each(x) for each in self.linears], -1)
+
+
+def _linears(module: nn.Module, *names: str) -> list[Any] | None:
+    """Return linear layers of a module by name, if all but the last can be merged where they are."""
+    parts = [getattr(module, name, None) for name in names]
+    if all(type(part) is nn.Linear and runs_kernels(part.weight.device) for part in parts):
+        return parts
+    packed = [part for part in parts if type(part) is PackedLinear]
+    merged = len(packed) == len(parts) and joinable(packed[:-1]) and not runs_kernels(torch.device("cpu"))
+    return parts if merged else None
+
+
+def _join(linears: Sequence[Any]) -> nn.Module:
+    """Return linear layers as one product; packed ones have their weights in it from now on."""
+    return join(linears) if isinstance(linears[0], PackedLinear) else MergedLinear(linears)
+
+
+def _example(linear: Any) -> Tensor:
+    """Return a tensor with the device and dtype of a linear layer's input."""
+    return linear.weight if isinstance(linear, nn.Linear) else torch.empty(0)
+
+
+def _is_written(layer: Any) -> bool:
+    """Return whether a layer of a cache is one of a pool: others only learn the sizes of keys and values."""
+    return getattr(layer, "keys", None) is not None and layer.keys.numel() > 0
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Return whether someone is called when a module or its parts run: a replacement would not call them."""
+    return any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
 
 
 def _merged(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
@@ -265,9 +345,12 @@ def _share_storage(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def _copied(merged: Tensor, module: nn.Module) -> int:
+def _copied(joined: nn.Module, module: nn.Module) -> int:
     """Return the bytes that merging a module's weights has added."""
-    return 0 if any(_share_storage(merged, weight) for weight in module.parameters()) else merged.nbytes
+    merged = joined.weight if isinstance(joined, MergedLinear) else None
+    if merged is None or any(_share_storage(merged, weight) for weight in module.parameters()):
+        return 0
+    return merged.nbytes
 
 
 def _has_only(module: nn.Module, *linears: str) -> bool:
@@ -278,61 +361,3 @@ def _has_only(module: nn.Module, *linears: str) -> bool:
 
 def _takes_one_tensor(module: nn.Module) -> bool:
     return module.forward.__code__.co_argcount == 2 if hasattr(module.forward, "__code__") else True
-
-
-def _numbers(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn((3, *shape), generator=generator).to(like.device, like.dtype)
-
-
-def _agree(
-    module: Callable[[Tensor], Any], made: Callable[[Tensor], Any], shape: tuple[int, ...], like: Tensor
-) -> bool:
-    """Return whether two modules compute the same on some numbers, but for rounding."""
-    try:
-        wanted, got = module(_numbers(shape, like)), made(_numbers(shape, like))
-    except Exception:  # a module that wants other arguments is not what it looks like
-        return False
-    return _close(wanted, got)
-
-
-def _close(wanted: Any, got: Any) -> bool:
-    if not isinstance(wanted, Tensor) or not isinstance(got, Tensor) or wanted.shape != got.shape:
-        return False
-    largest = wanted.float().abs().max().item()
-    return bool((wanted.float() - got.float()).abs().max().item() <= CLOSE[wanted.dtype] * max(largest, 1e-6))
-
-
-def _attends_alike(module: nn.Module, made: FusedAttention) -> bool:
-    """Return whether two attention modules compute the same in a pass over a small pool, and write the same to it."""
-    from transformers.cache_utils import Cache as TransformersCache
-
-    from draftproof.models.hf import PoolLayer
-
-    own: Any = module
-    if own.v_proj.out_features != own.k_proj.out_features:
-        return False
-    device, dtype, size = made.merged.device, made.merged.dtype, made.size
-    places = torch.tensor([[0, 8], [0, 0], [3, 2]], device=device)
-    this = DevicePass(torch.zeros((2, 3), dtype=torch.long, device=device), places, 16, 8, (("full_attention", None),))
-    angle = this.positions[0, :, None].float() * torch.linspace(0.1, 1.0, size // 2, device=device)
-    embeddings = tuple(f(torch.cat([angle, angle], -1)).to(dtype)[None] for f in (torch.cos, torch.sin))
-    scale = torch.linspace(0.5, 1.5, 6, device=device, dtype=dtype)[:, None]
-    hidden = _numbers((made.merged.shape[1],), made.merged)[:1].expand(6, -1) * scale
-    mask = next(iter(this.placeholders().values()))
-    outputs = []
-    token = running.set(this)
-    try:
-        for each in (module, made):
-            shape = (24, own.k_proj.out_features // size, size)
-            keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-            past = TransformersCache(layers=[PoolLayer(keys, values, this.slots)] * (made.layer_idx + 1))
-            result = each(
-                hidden_states=hidden[None], position_embeddings=embeddings, attention_mask=mask, past_key_values=past
-            )
-            outputs.append((result[0].view(2, 3, -1)[:, :2], keys[:10], values[:10]))
-    except Exception:  # a module that wants other arguments is not what it looks like
-        return False
-    finally:
-        running.reset(token)
-    return all(_close(wanted, got) for wanted, got in zip(*outputs, strict=True))

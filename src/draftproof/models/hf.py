@@ -64,9 +64,9 @@ class HFModel:
     graphs   on a GPU, capture short passes as CUDA graphs and replay them
     drafter  the model drafts: it cannot change the text's distribution, so less is probed
     probed   the caller has probed the model that this one is a part of
-    fused    on a GPU, run layers that are built like Llama's with few kernels (fused.py), which costs a copy of their
-             weights unless they lie side by side (`lay_side_by_side`: models loaded by name). Weights that change in
-             place afterwards are not followed
+    fused    run layers that are built like Llama's with few calls (fused.py). On a GPU it costs a copy of their weights
+             unless they lie side by side (`lay_side_by_side`: models loaded by name), and weights that change in place
+             afterwards are not followed. On a CPU, in float32, it costs nothing
     """
 
     def __init__(

@@ -182,7 +182,7 @@ def _bias(
 
 
 class Few(NamedTuple):
-    """Pieces of few tokens as a table of numbers, which the compiled loops read (compiled_attention.py)."""
+    """Pieces of few tokens as a table of numbers, which the compiled loops read (compiled_layer.py)."""
 
     table: np.ndarray[Any, np.dtype[np.int64]]
     biases: list[Tensor | None]
@@ -199,7 +199,7 @@ class Few(NamedTuple):
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
         """Attend with all tokens of the table in one call, and write to `out`."""
-        compiled, threads = compiled_attention(), torch.get_num_threads()
+        compiled, threads = compiled_layer(), torch.get_num_threads()
         factor = np.array([scale], dtype=np.float32)
         room = (query.shape[3] + int(self.table[:, 3].max()) + 15) // 16 * 64
         scratch = np.empty(threads * room, dtype=np.uint8)
@@ -209,7 +209,7 @@ class Few(NamedTuple):
              keys.shape[1], query.shape[3], values.shape[3], factor.ctypes.data, scratch.ctypes.data, room],
             dtype=np.int64,
         )  # fmt: skip
-        compiled.START(compiled.region.address, call.ctypes.data, threads, 0)
+        compiled.START(compiled.ATTEND, call.ctypes.data, threads, 0)
 
 
 class Divided(NamedTuple):
@@ -220,19 +220,19 @@ class Divided(NamedTuple):
 
 
 @cache
-def compiled_attention() -> Any:
-    """Return the module that attends in one compiled call; None without numba, or where threads are not GNU's."""
+def compiled_layer() -> Any:
+    """Return the module of compiled steps of layers; None without numba, or where threads are not GNU's."""
     if find_spec("numba") is None or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return None
-    from draftproof.models import compiled_attention
+    from draftproof.models import compiled_layer
 
-    return compiled_attention
+    return compiled_layer
 
 
 def divide(pieces: Sequence[Piece], query: Tensor, keys: Tensor, values: Tensor, plain: bool = True) -> Divided:
     """Divide pieces by how they are attended to: that depends on a piece alone, never on others. `plain`: no extras."""
     is_float32 = all(each.dtype == torch.float32 and each.stride(-1) == 1 for each in (query, keys, values))
-    if not (plain and is_float32 and query.device.type == "cpu") or compiled_attention() is None:
+    if not (plain and is_float32 and query.device.type == "cpu") or compiled_layer() is None:
         return Divided(None, pieces)
     few: list[Piece] = []
     others: list[Piece] = []

@@ -70,7 +70,7 @@ def test_what_it_does_not_compute_is_left_to_torch():
 
 
 def test_without_numba_torch_attends(monkeypatch):
-    monkeypatch.setattr(packed, "compiled_attention", lambda: None)
+    monkeypatch.setattr(packed, "compiled_layer", lambda: None)
     work, given = pieces(SPANS), tensors(SPANS)
     assert divide(work, *given) == Divided(None, work)
     assert torch.equal(attend(work, *given), attend(Divided(None, work), *given))

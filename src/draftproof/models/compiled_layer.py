@@ -1,13 +1,14 @@
-"""Attend with few tokens of many rows in one compiled call, on a CPU, in float32.
+"""Run what is between the products of a layer in compiled calls, on a CPU, in float32: attention, norm, rotation, gate.
 
-A call of torch's attention for every row and layer takes longer to begin than to compute. Here one call serves all rows
-of a layer. Every number is computed in one order that depends on its own row alone. Needs numba (`draftproof[cpu]`);
-without it torch's attention is called row by row.
+A call of torch's attention for every row and layer takes longer to begin than to compute, and a norm is six calls. Here
+one call serves all rows of a layer. Every number is computed in one order that depends on its own row alone. Needs
+numba (`draftproof[cpu]`); without it torch is called (packed.py, layer_steps.py).
 
 The exponential is that of avx512.py, written again: numba's cache on disk follows the time and size of one file.
 """
 
 import ctypes
+import math
 from collections.abc import Callable
 from inspect import unwrap
 from typing import Any, Final, TypeVar
@@ -29,7 +30,13 @@ FIELDS: Final = 5
 
 (PIECES, TABLE, QUERIES, QUERY_HEAD, QUERY_TOKEN, KEYS, KEY_HEAD, KEY_SLOT, VALUES, VALUE_HEAD, VALUE_SLOT, OUT, HEADS,
  SHARED, KEY_SIZE, VALUE_SIZE, SCALE, SCRATCH, SCRATCH_BYTES) = range(19)  # fmt: skip
-"""Numbers of a call, in order: sizes, addresses, and strides in numbers."""
+"""Numbers of a call that attends, in order: sizes, addresses, and strides in numbers. Those of other calls follow."""
+
+NORM_ROWS, NORM_X, NORM_STEP, NORM_WEIGHT, NORM_OUT, NORM_SIZE, NORM_EPS, NORM_OFFSET = range(8)
+GATE_ROWS, GATE_BOTH, GATE_STEP, GATE_OUT, GATE_SIZE, GATE_TANH = range(6)
+(ROTATE_TOKENS, ROTATE_QKV, ROTATE_STEP, ROTATE_COS, ROTATE_SIN, ROTATE_SLOTS, ROTATE_KEYS, ROTATE_KEY_SLOT,
+ ROTATE_VALUES, ROTATE_VALUE_SLOT, ROTATE_OUT, ROTATE_HEADS, ROTATE_SHARED, ROTATE_SIZE, ROTATE_ROTARY, ROTATE_Q_WEIGHT,
+ ROTATE_K_WEIGHT, ROTATE_EPS, ROTATE_OFFSET) = range(19)  # fmt: skip
 
 START: Final = ctypes.CDLL(None).GOMP_parallel
 """Start (a compiled region's address, the address of its numbers, threads, 0): threads are those that torch uses."""
@@ -88,7 +95,8 @@ def power_of_two(typingctx, exponent):  # type: ignore[no-untyped-def]
 
 def compiled(**options: Any) -> Callable[[Loop], Loop]:
     """Return a decorator that compiles a function; what checks its types in tests is taken off first."""
-    return lambda function: njit(nogil=True, **options)(unwrap(function))
+    # "numpy": divisions that Python would refuse give infinity, so that loops with divisions can be vectors.
+    return lambda function: njit(nogil=True, error_model="numpy", **options)(unwrap(function))
 
 
 @compiled(inline="always")
@@ -163,7 +171,7 @@ def weighted_sum(weights: Any, values: Any, step: Any, count: Any, size: Any, ou
 
 @compiled(fastmath={"contract"})
 def attend_share(this: Any, thread: Any, threads: Any) -> None:
-    """Attend with a thread's share of the heads of every piece; `this` are the numbers of CALL."""
+    """Attend with a thread's share of the heads of every piece; `this` are the call's numbers."""
     heads, size, scale = this[HEADS], this[KEY_SIZE], floats(this[SCALE])[0]
     scratch = floats(this[SCRATCH] + thread * this[SCRATCH_BYTES])
     scores = floats(this[SCRATCH] + thread * this[SCRATCH_BYTES] + size * 4)
@@ -186,8 +194,113 @@ def attend_share(this: Any, thread: Any, threads: Any) -> None:
             weighted_sum(scores, v, this[VALUE_SLOT], piece[3], this[VALUE_SIZE], floats(this[OUT] + place))
 
 
-def _region(data: Any) -> None:
+@compiled(fastmath=REASSOCIATED)
+def inverse_root(x: Any, size: Any, eps: Any) -> Any:
+    """Return the inverse of the root of the mean square of some numbers."""
+    total = numba.float32(0)
+    for i in range(size):
+        total += x[i] * x[i]
+    return numba.float32(1) / math.sqrt(total / numba.float32(size) + eps)
+
+
+@compiled(fastmath={"contract"})
+def norm_share(this: Any, thread: Any, threads: Any) -> None:
+    """Write a thread's share of rows, normalised; `this` are numbers by NORM."""
+    size, weight, eps, offset = this[NORM_SIZE], floats(this[NORM_WEIGHT]), floats(this[NORM_EPS]), this[NORM_OFFSET]
+    for row in range(this[NORM_ROWS] * thread // threads, this[NORM_ROWS] * (thread + 1) // threads):
+        x, out = floats(this[NORM_X] + row * this[NORM_STEP] * 4), floats(this[NORM_OUT] + row * size * 4)
+        factor = inverse_root(x, size, eps[0])
+        if offset:
+            for i in range(size):
+                out[i] = x[i] * factor * (numba.float32(1) + weight[i])
+        else:
+            for i in range(size):
+                out[i] = x[i] * factor * weight[i]
+
+
+@compiled(fastmath={"contract", "nsz"})
+def gate_share(this: Any, thread: Any, threads: Any) -> None:
+    """Write a thread's share of rows: the activation of their first half times their second; numbers by GATE."""
+    size, one = this[GATE_SIZE], numba.float32(1)
+    for row in range(this[GATE_ROWS] * thread // threads, this[GATE_ROWS] * (thread + 1) // threads):
+        gate = floats(this[GATE_BOTH] + row * this[GATE_STEP] * 4)
+        up, out = floats(this[GATE_BOTH] + (row * this[GATE_STEP] + size) * 4), floats(this[GATE_OUT] + row * size * 4)
+        if this[GATE_TANH]:  # (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))
+            for i in range(size):
+                cubic = gate[i] + numba.float32(0.044715) * gate[i] * gate[i] * gate[i]
+                out[i] = gate[i] * up[i] / (one + exponential(numba.float32(-1.5957691216057308) * cubic))
+        else:
+            for i in range(size):
+                out[i] = gate[i] * up[i] / (one + exponential(-gate[i]))
+
+
+@compiled(fastmath={"contract"})
+def normalise(x: Any, weight: Any, size: Any, eps: Any, offset: Any) -> None:
+    """Normalise a head in place."""
+    factor, one = inverse_root(x, size, eps), numba.float32(1)
+    for i in range(size):
+        x[i] = x[i] * factor * (one + weight[i] if offset else weight[i])
+
+
+@compiled(fastmath={"contract"})
+def rotate(x: Any, out: Any, cos: Any, sin: Any, rotary: Any, size: Any) -> None:
+    """Write a head, of which the first `rotary` numbers are rotated: number i together with i + rotary / 2."""
+    half = rotary // 2
+    for i in range(half):
+        first, second = x[i], x[i + half]
+        out[i] = first * cos[i] - second * sin[i]
+        out[i + half] = second * cos[i + half] + first * sin[i + half]
+    for i in range(rotary, size):
+        out[i] = x[i]
+
+
+@compiled(fastmath={"contract"})
+def rotate_share(this: Any, thread: Any, threads: Any) -> None:
+    """Write queries, keys and values of a thread's share of tokens; `this` are numbers by ROTATE."""
+    heads, shared, size, rotary = this[ROTATE_HEADS], this[ROTATE_SHARED], this[ROTATE_SIZE], this[ROTATE_ROTARY]
+    tokens, slots, eps = this[ROTATE_TOKENS], longs(this[ROTATE_SLOTS]), floats(this[ROTATE_EPS])[0]
+    for token in range(tokens * thread // threads, tokens * (thread + 1) // threads):
+        source = this[ROTATE_QKV] + token * this[ROTATE_STEP] * 4
+        cos, sin = floats(this[ROTATE_COS] + token * rotary * 4), floats(this[ROTATE_SIN] + token * rotary * 4)
+        keys = this[ROTATE_KEYS] + slots[token] * this[ROTATE_KEY_SLOT] * 4
+        values = this[ROTATE_VALUES] + slots[token] * this[ROTATE_VALUE_SLOT] * 4
+        for head in range(heads + shared):
+            x = floats(source + head * size * 4)
+            weight = this[ROTATE_Q_WEIGHT] if head < heads else this[ROTATE_K_WEIGHT]
+            if weight != 0:
+                normalise(x, floats(weight), size, eps, this[ROTATE_OFFSET])
+            to = (
+                keys + (head - heads) * size * 4
+                if head >= heads
+                else this[ROTATE_OUT] + (token * heads + head) * size * 4
+            )
+            rotate(x, floats(to), cos, sin, rotary, size)
+        value, out = floats(source + (heads + shared) * size * 4), floats(values)
+        for i in range(shared * size):
+            out[i] = value[i]
+
+
+def _attend(data: Any) -> None:
     attend_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
 
 
-region: Final = cfunc(types.void(types.voidptr), cache=True)(unwrap(_region))
+def _norm(data: Any) -> None:
+    norm_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
+
+
+def _gate(data: Any) -> None:
+    gate_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
+
+
+def _rotate(data: Any) -> None:
+    rotate_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
+
+
+def _region(function: Any) -> Any:
+    return cfunc(types.void(types.voidptr), cache=True)(unwrap(function))
+
+
+REGIONS: Final = tuple(map(_region, (_attend, _norm, _gate, _rotate)))
+"""What is compiled, kept for its addresses."""
+
+ATTEND, NORM, GATE, ROTATE = (int(region.address) for region in REGIONS)

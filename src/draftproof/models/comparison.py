@@ -1,0 +1,83 @@
+"""Run a module and its replacement on the same numbers, and tell whether they compute the same."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from draftproof.core.device import runs_kernels
+from draftproof.models.device_pass import DevicePass
+from draftproof.models.packed import PackedPass, Span, running
+
+CLOSE: Final = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
+"""How far a replacement may be from its module, as a share of the largest number: a few roundings of the dtype."""
+
+
+def _numbers(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((3, *shape), generator=generator).to(like.device, like.dtype)
+
+
+def computes_the_same(
+    module: Callable[[Tensor], Any], made: Callable[[Tensor], Any], shape: tuple[int, ...], like: Tensor
+) -> bool:
+    """Return whether two modules compute the same on some numbers, but for rounding."""
+    try:
+        wanted, got = module(_numbers(shape, like)), made(_numbers(shape, like))
+    except Exception:  # a module that wants other arguments is not what it looks like
+        return False
+    return _close(wanted, got)
+
+
+def _close(wanted: Any, got: Any) -> bool:
+    if not isinstance(wanted, Tensor) or not isinstance(got, Tensor) or wanted.shape != got.shape:
+        return False
+    largest = wanted.float().abs().max().item()
+    return bool((wanted.float() - got.float()).abs().max().item() <= CLOSE[wanted.dtype] * max(largest, 1e-6))
+
+
+def attends_alike(module: nn.Module, made: nn.Module, like: Tensor) -> bool:
+    """Return whether two attention modules compute the same in a pass over a small pool, and write the same to it."""
+    from transformers.cache_utils import Cache as TransformersCache
+
+    from draftproof.models.hf import PoolLayer
+
+    own: Any = module
+    layer: int = own.layer_idx
+    if own.v_proj.out_features != own.k_proj.out_features:
+        return False
+    device, dtype, size = like.device, like.dtype, own.head_dim
+    this, slots, positions = _small_pass(device)
+    angle = positions[:, None].float() * torch.linspace(0.1, 1.0, size // 2, device=device)
+    embeddings = tuple(f(torch.cat([angle, angle], -1)).to(dtype)[None] for f in (torch.cos, torch.sin))
+    scale = torch.linspace(0.5, 1.5, 6, device=device, dtype=dtype)[:, None]
+    hidden = _numbers((own.q_proj.in_features,), like)[:1].expand(6, -1) * scale
+    mask = next(iter(this.placeholders().values()))
+    outputs = []
+    token = running.set(this)
+    try:
+        for each in (module, made):
+            shape = (24, own.k_proj.out_features // size, size)
+            keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            past = TransformersCache(layers=[PoolLayer(keys, values, slots)] * (layer + 1))
+            result = each(
+                hidden_states=hidden[None], position_embeddings=embeddings, attention_mask=mask, past_key_values=past
+            )
+            outputs.append((result[0].view(2, 3, -1)[:, :2], keys[:10], values[:10]))
+    except Exception:  # a module that wants other arguments is not what it looks like
+        return False
+    finally:
+        running.reset(token)
+    return all(_close(wanted, got) for wanted, got in zip(*outputs, strict=True))
+
+
+def _small_pass(device: torch.device) -> tuple[DevicePass | PackedPass, Tensor, Tensor]:
+    """Return a pass over two rows of 3 tokens, of which the second has 2, with its slots and positions."""
+    kinds, tokens = (("full_attention", None),), torch.zeros((2, 3), dtype=torch.long, device=device)
+    if runs_kernels(device):
+        places = torch.tensor([[0, 8], [0, 0], [3, 2]], device=device)
+        recorded = DevicePass(tokens, places, 16, 8, kinds)
+        return recorded, recorded.slots, recorded.positions[0]
+    packed = PackedPass(tokens.flatten(), [Span(0, 0, 3), Span(8, 0, 3)], kinds)
+    return packed, packed.slots, packed.positions
