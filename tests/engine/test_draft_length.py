@@ -149,6 +149,22 @@ def test_what_one_rows_drafts_show_counts_for_all_rows_at_once():
     assert after[0] < after[1], "its own drafts count more"
 
 
+def test_a_row_that_went_badly_drafts_again_where_drafts_mostly_go_well():
+    """Without drafts a row has no news of its own; a probe now and then would take long to find out."""
+    auto = AutoLength()
+    good, bad = sessions_of(2, seeded=False)
+    auto.lengths([good, bad])
+    for _ in range(40):
+        auto.record_draft(good, 4, 4, asked=4)
+    for _ in range(20):
+        auto.record_draft(bad, 4, 0, asked=4)
+    record = auto.records[bad.id]
+    assert best_length(record, Costs(draft_cost=0.1)) == 0
+    for _ in range(30):
+        record.update(0, 0)
+    assert best_length(record, Costs(draft_cost=0.1)) > 0
+
+
 def test_seeded_rows_learn_from_their_own_drafts_alone():
     auto = AutoLength()
     first, second = sessions_of(2, seeded=True)

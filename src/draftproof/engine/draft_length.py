@@ -40,6 +40,10 @@ PRIOR_DRAFTS: Final = 2.0
 DECAY: Final = 0.9
 """Weight that earlier drafts keep in an acceptance rate when a new one is recorded."""
 
+IDLE_DECAY: Final = 0.95
+"""Weight that a row's own drafts keep in a round without a draft: a text that went badly may go well again, and without
+new drafts only the other rows tell."""
+
 TYPICAL_DECAY: Final = 0.97
 """The same for the rates of all requests together, which differ less from one moment to the next."""
 
@@ -275,9 +279,11 @@ class DraftRecord:
         return length
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Record the outcome of one round. One without a draft changes no rate."""
+        """Record the outcome of one round. In one without a draft, rates move towards the typical ones, if there are."""
         self.rounds_since_probe += self.wants_probe  # counted here: a row may be preempted before its round
         if not drafted:
+            for rate in (self.first, self.later, self.continued):
+                rate.fade()
             return
         asked = max(self.asked, drafted)
         self.rounds_since_probe = 0 if asked >= PROBE_LENGTH else self.rounds_since_probe
@@ -304,6 +310,12 @@ class DecayingRate:
         if self.prior is None:
             return self.successes / self.trials
         return (self.successes + PRIOR_DRAFTS * self.prior.value) / (self.trials + PRIOR_DRAFTS)
+
+    def fade(self) -> None:
+        """Let own trials lose weight beside the prior's."""
+        if self.prior is not None:
+            self.successes *= IDLE_DECAY
+            self.trials *= IDLE_DECAY
 
     def update(self, successes: int, trials: int) -> None:
         if trials:
