@@ -279,7 +279,7 @@ class DraftRecord:
         return length
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Record the outcome of one round. In one without a draft, rates move towards the typical ones, if there are."""
+        """Record the outcome of one round. In one without a draft, rates move towards the typical ones, if any."""
         self.rounds_since_probe += self.wants_probe  # counted here: a row may be preempted before its round
         if not drafted:
             for rate in (self.first, self.later, self.continued):
