@@ -63,7 +63,7 @@ def fuse(model: PreTrainedModel) -> Fusion:
                 setattr(layer, part, attention)
                 made.attentions += 1
                 made.bytes += _copied(attention.joined, child)
-    trim_heap()  # joining packed layers has freed their parts
+        trim_heap()  # joining packed layers frees their parts, and the next ones do not fit into the gaps
     return made
 
 
