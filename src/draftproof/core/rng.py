@@ -97,12 +97,12 @@ class Philox:
 
     def _few_pairs(self, purpose: int, lanes: Int[Tensor, " N"], j: int | Tensor) -> Float[Tensor, "2 B N"]:
         """Return `pairs` on a CPU by whole numbers of Python: a call of numpy costs as much as two of their rounds."""
-        steps = [j] * len(lanes) if isinstance(j, int) else j.expand(len(lanes)).tolist()
-        keys = zip(self.seeds.tolist(), self.starts.tolist(), strict=True)
+        steps = [j] * len(lanes) if isinstance(j, int) else j.expand(len(lanes)).numpy().tolist()
+        numbers, seeds, starts = (tensor.numpy().tolist() for tensor in (lanes, self.seeds, self.starts))
         words = [
             [philox_words((lane & MASK, step & MASK, start & MASK, purpose), (seed & MASK, seed >> 32 & MASK))
-             for lane, step in zip(lanes.tolist(), steps, strict=True)]
-            for seed, start in keys
+             for lane, step in zip(numbers, steps, strict=True)]
+            for seed, start in zip(seeds, starts, strict=True)
         ]  # fmt: skip
         return torch.tensor(
             [[[((w[i] >> 5) * 2**26 + (w[i + 1] >> 6)) * 2.0**-53 for w in row] for row in words] for i in (0, 2)],
