@@ -11,7 +11,7 @@ from typing import Final
 
 from draftproof.models.extents import PAGE
 
-ATTENTION_DOUBLES: Final = 1536
+ATTENTION_DOUBLES: Final = 1200
 """Tokens before a token at which attending to them takes about as long as all else of reading it."""
 
 STEP: Final = 8
