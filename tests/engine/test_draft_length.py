@@ -154,15 +154,14 @@ def test_a_row_that_went_badly_drafts_again_where_drafts_mostly_go_well():
     auto = AutoLength()
     good, bad = sessions_of(2, seeded=False)
     auto.lengths([good, bad])
-    for _ in range(40):
+    for _ in range(60):
         auto.record_draft(good, 4, 4, asked=4)
-    for _ in range(20):
         auto.record_draft(bad, 4, 0, asked=4)
-    record = auto.records[bad.id]
-    assert best_length(record, Costs(draft_cost=0.1)) == 0
+    record, costs = auto.records[bad.id], Costs(draft_cost=0.3)
+    assert best_length(record, costs) == 0
     for _ in range(30):
         record.update(0, 0)
-    assert best_length(record, Costs(draft_cost=0.1)) > 0
+    assert best_length(record, costs) > 0
 
 
 def test_seeded_rows_learn_from_their_own_drafts_alone():

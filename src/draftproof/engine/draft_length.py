@@ -34,13 +34,13 @@ copied starts without notice."""
 LEAST_GAIN: Final = 0.02
 """Gain in speed that drafting must promise: the best of many noisy estimates promises more than it keeps."""
 
-PRIOR_DRAFTS: Final = 2.0
+PRIOR_DRAFTS: Final = 8.0
 """Drafts of a request's own that the typical acceptance rates weigh as much as."""
 
 DECAY: Final = 0.9
 """Weight that earlier drafts keep in an acceptance rate when a new one is recorded."""
 
-IDLE_DECAY: Final = 0.95
+IDLE_DECAY: Final = 0.9
 """Weight that a row's own drafts keep in a round without a draft: a text that went badly may go well again, and without
 new drafts only the other rows tell."""
 
