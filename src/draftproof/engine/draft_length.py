@@ -45,7 +45,7 @@ IDLE_DECAY: Final = 0.9
 new drafts only the other rows tell."""
 
 TYPICAL_DECAY: Final = 0.97
-"""The same for the rates of all requests together, which differ less from one moment to the next."""
+"""Weight that earlier drafts keep in the rates of all requests together, which change more slowly than one text's."""
 
 HIGHEST_RATE: Final = 0.98
 """Upper bound on an estimated acceptance rate: a few drafts that were all accepted do not prove a rate of 1."""
