@@ -98,7 +98,7 @@ def test_a_round_wakes_an_event_loop_once():
 
     texts, rounds, woken = asyncio.run(every())
     assert texts == [20] * 8
-    assert 0 < woken <= rounds
+    assert 0 < woken <= rounds + 1  # a round counts after its chunks were delivered
 
 
 def test_who_iterates_again_gets_nothing_and_does_not_wait():
