@@ -39,6 +39,7 @@ class PageServer:
     refusal   status, message and Retry-After of every chat
     failure   the message of an error in the stream, after the answer
     origins   whether parts say where they came from
+    listed    set when the list of models may be answered
     """
 
     answer: tuple[tuple[str, str], ...] = ANSWER
@@ -49,7 +50,11 @@ class PageServer:
     failure: str | None = None
     origins: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    listed: threading.Event = field(default_factory=threading.Event)
     ending: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.listed.set()
 
     def chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         parts = self.answer
@@ -76,6 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.listing() if self.path == "/v1/models" else self.feed()
 
     def listing(self) -> None:
+        self.fake.listed.wait()
         self.whole(200, json.dumps({"data": [{"id": "tiny-model"}]}).encode())
 
     def feed(self) -> None:
@@ -140,6 +146,7 @@ def served(fake: PageServer) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}/"
     finally:
         fake.ending.set()
+        fake.listed.set()
         server.shutdown()
         thread.join()
         server.server_close()

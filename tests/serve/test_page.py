@@ -83,6 +83,20 @@ class TestTheCheck:
         with_drafts, without = fake.bodies
         assert without == with_drafts | {"num_draft_tokens": 0}
 
+    def test_the_very_request_is_repeated_even_if_the_models_name_arrived_in_between(self, chromium):
+        fake = PageServer()
+        fake.listed.clear()
+        with page_of(chromium, fake) as (tab, _):
+            tab.fill("#temperature", "0")
+            ask(tab)
+            fake.listed.set()
+            tab.wait_for_selector("#model:text-is('tiny-model')")
+            tab.click(".check button")
+            tab.wait_for_selector(".check .same")
+        with_drafts, without = fake.bodies
+        assert "model" not in with_drafts
+        assert without == with_drafts | {"num_draft_tokens": 0}
+
     def test_another_text_is_found(self, chromium):
         with page_of(chromium, PageServer(plain=WHOLE[:9] + "<i>or not</i>")) as (tab, complaints):
             tab.fill("#temperature", "0")

@@ -93,7 +93,7 @@ async function* events(response) {
 // Ask for an answer; `onPart` is called after every event with the answer so far.
 async function complete(messages, asked, signal, onPart = () => {}) {
   const body = {
-    ...(model ? { model } : {}),
+    ...(asked.model ? { model: asked.model } : {}),
     messages, stream: true, draftproof_trace: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
     temperature: asked.temperature, max_tokens: asked.maxTokens, seed: asked.seed,
@@ -198,6 +198,7 @@ function differentText(answer, plain) {
 function settings() {
   const seed = at("seed").value;
   return {
+    model, // undefined until the list of models is there: the server then takes its own
     speculation: at("speculation").checked,
     temperature: Number(at("temperature").value),
     maxTokens: Number(at("max-tokens").value),
