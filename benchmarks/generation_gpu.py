@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftproof as dp
 from draftproof.core.device import AsyncCopy
+from draftproof.engine.service import Service
 from draftproof.models.device_rows import DeviceRows
 from draftproof.models.hf import HFModel
 from draftproof.models.rows import Block, Reading
@@ -125,19 +126,20 @@ def prompts(vocabulary: int, rows: int, length: int = 128) -> list[list[int]]:
 
 
 @contextmanager
-def waiting() -> Iterator[list[float]]:
-    """Collect the seconds that the host waits for results."""
-    read, waited = AsyncCopy.read, list[float]()
+def busy_times() -> Iterator[list[float]]:
+    """Collect the host's seconds between two results that it waits for, without the wait: one number a round."""
+    read, busy, ended = AsyncCopy.read, list[float](), time.perf_counter()
 
     def timed(copy: AsyncCopy) -> Any:
-        start = time.perf_counter()
+        nonlocal ended
+        busy.append(time.perf_counter() - ended)
         numbers = read(copy)
-        waited.append(time.perf_counter() - start)
+        ended = time.perf_counter()
         return numbers
 
     AsyncCopy.read = timed  # type: ignore[method-assign]
     try:
-        yield waited
+        yield busy
     finally:
         AsyncCopy.read = read  # type: ignore[method-assign]
 
@@ -159,7 +161,7 @@ def tokens_per_second(
     best: dict[str, Any] = {}
     for _ in range(2):
         sync()
-        with waiting() as waited:
+        with busy_times() as busy:
             start = time.perf_counter()
             outputs = engine.generate(texts, samplings, max_tokens=tokens, num_draft_tokens=k)
             sync()
@@ -177,7 +179,7 @@ def tokens_per_second(
                 "tokens/s": round(made / seconds, 1),
                 "steady ms a round": round(1e3 * (seconds - reading) / rounds, 2),
                 "device ms a round": round(1e3 * device / rounds, 2),
-                "host ms a round": round(1e3 * (seconds - sum(waited)) / rounds, 3),
+                "host ms a round, median": round(1e3 * statistics.median(busy), 3),
                 "tokens a pass": round(statistics.mean(output.stats.tokens_per_pass for output in outputs), 2),
                 "ms a round": round(1e3 * seconds / rounds, 2),
                 "ms a round, by stage": {name: round(1e3 * v / rounds, 2) for name, v in stages.items() if v},
@@ -210,19 +212,33 @@ def generation(
 
 
 def automatic(target: LlamaForCausalLM, drafter: LlamaForCausalLM, batches: list[int], tokens: int) -> dict[str, Any]:
-    """Compare "auto" with fixed draft lengths and with plain decoding, in one engine for each number of rows."""
+    """Compare "auto" with fixed draft lengths and with plain decoding, in one engine for each number of rows.
+
+    The contenders take turns, each turn with prompts of its own; of each, all tokens over all seconds count.
+    """
     found: dict[str, Any] = {}
     for rows in batches:
-        texts = prompts(target.config.vocab_size, rows)
+        turns = max(4, 8 // rows)
+        texts = prompts(target.config.vocab_size, rows * turns)
         engine = dp.load(target, drafter, max_batch=rows, kv_memory=0.3)
-        speeds = {
-            str(k): tokens_per_second(engine, texts, 0.8, tokens, seeded=False, k=k)["tokens/s"]
-            for k in (0, 2, 4, 6, "auto", "auto")
-        }
+        contenders, spent = (0, 2, 4, 6, "auto"), dict[Any, list[float]]()
+        for k in contenders:
+            engine.generate(texts[:rows], temperature=0.8, max_tokens=tokens, num_draft_tokens=k)
+        for turn in range(turns):
+            for k in contenders:
+                sync()
+                start = time.perf_counter()
+                given = texts[turn * rows : (turn + 1) * rows]
+                made = engine.generate(given, temperature=0.8, max_tokens=tokens, num_draft_tokens=k)
+                sync()
+                assert all(len(output.tokens) == tokens for output in made)
+                spent.setdefault(k, []).append(time.perf_counter() - start)
+        speeds = {str(k): round(rows * tokens * turns / sum(seconds), 1) for k, seconds in spent.items()}
         best = max(value for name, value in speeds.items() if name != "auto")
         found[f"{rows} rows"] = {
             **speeds, "auto / best fixed": round(speeds["auto"] / best, 3),
             "auto / plain": round(speeds["auto"] / speeds["0"], 3),
+            "seconds of each turn": {str(k): [round(each, 3) for each in seconds] for k, seconds in spent.items()},
         }  # fmt: skip
         print(rows, found[f"{rows} rows"], flush=True)
         del engine
@@ -234,33 +250,42 @@ def service(target: LlamaForCausalLM, tokens: int, rows: int = 32) -> dict[str, 
     """Compare so many callers of a service with one call of the library."""
     texts = prompts(target.config.vocab_size, rows)
     engine = dp.load(target, None, max_batch=rows, kv_memory=0.3)
-    library = tokens_per_second(engine, texts, 0.8, tokens, seeded=False)["tokens/s"]
-    served = engine.service()
     sampling = dp.SamplingParams(temperature=0.8)
 
     def threads() -> float:
-        start = time.perf_counter()
-        streams = [served.submit(text, sampling, max_tokens=tokens) for text in texts]
-        with ThreadPoolExecutor(rows) as callers:
+        with engine.service() as served, ThreadPoolExecutor(rows) as callers:
+            start = time.perf_counter()
+            streams = [served.submit(text, sampling, max_tokens=tokens) for text in texts]
             made = sum(callers.map(lambda stream: sum(len(chunk.tokens) for chunk in stream), streams))
-        return made / (time.perf_counter() - start)
+            return made / (time.perf_counter() - start)
 
-    async def caller(text: list[int]) -> int:
+    async def caller(served: Service, text: list[int]) -> int:
         return sum([len(chunk.tokens) async for chunk in served.submit(text, sampling, max_tokens=tokens)])
 
-    async def all_callers() -> int:
-        return sum(await asyncio.gather(*map(caller, texts)))
+    async def all_callers(served: Service) -> int:
+        return sum(await asyncio.gather(*(caller(served, text) for text in texts)))
 
     def coroutines() -> float:
-        start = time.perf_counter()
-        return asyncio.run(all_callers()) / (time.perf_counter() - start)
+        with engine.service() as served:
+            start = time.perf_counter()
+            return asyncio.run(all_callers(served)) / (time.perf_counter() - start)
 
-    found: dict[str, Any] = {"library, tokens/s": library}
-    for name, run in (("threads", threads), ("coroutines", coroutines)):
-        run()
-        speed = max(run() for _ in range(2))
-        found |= {f"32 {name}, tokens/s": round(speed, 1), f"32 {name} / library": round(speed / library, 3)}
-    served.close()
+    def one_call() -> float:
+        start = time.perf_counter()
+        made = engine.generate(texts, sampling, max_tokens=tokens)
+        return sum(len(output.tokens) for output in made) / (time.perf_counter() - start)
+
+    contenders = {"library": one_call, f"{rows} threads": threads, f"{rows} coroutines": coroutines}
+    speeds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(6):
+        for name, run in contenders.items():
+            speed = run()
+            if turn:  # the first is a warm-up
+                speeds[name].append(speed)
+    typical = {name: statistics.median(values) for name, values in speeds.items()}
+    found: dict[str, Any] = {f"{name}, tokens/s": round(speed, 1) for name, speed in typical.items()}
+    found |= {f"{name} / library": round(speed / typical["library"], 3) for name, speed in typical.items()}
+    found["all turns"] = {name: [round(value, 1) for value in values] for name, values in speeds.items()}
     return found
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from budget import budgeted
 from draftproof.core import device as core_device
 from draftproof.models.device_pass import DevicePool
-from draftproof.models.fused import Fusion, lay_side_by_side
+from draftproof.models.fused import FusedNorm, Fusion, lay_side_by_side
 from draftproof.models.hf import HFModel
 from draftproof.models.pool import KVPool
 
@@ -28,16 +28,16 @@ SIZES = {
     "eos_token_id": None,
 }
 FAMILIES = {
-    "llama": Fusion(norms=5, attentions=2, gates=2),
-    "qwen2": Fusion(norms=5, attentions=2, gates=2),
-    "qwen3": Fusion(norms=9, attentions=2, gates=2),
-    "mistral": Fusion(norms=5, attentions=2, gates=2),
+    "llama": Fusion(norms=5, attentions=2, gates=2, layers=2),
+    "qwen2": Fusion(norms=5, attentions=2, gates=2, layers=2),
+    "qwen3": Fusion(norms=9, attentions=2, gates=2, layers=2),
+    "mistral": Fusion(norms=5, attentions=2, gates=2, layers=2),
     "olmo2": Fusion(norms=9, attentions=0, gates=2),
-    "gemma2": Fusion(norms=9, attentions=2, gates=2),
-    "gemma3_text": Fusion(norms=13, attentions=2, gates=2),
+    "gemma2": Fusion(norms=9, attentions=2, gates=2, layers=2),
+    "gemma3_text": Fusion(norms=13, attentions=2, gates=2, layers=2),
     "gpt_neox": Fusion(),
 }
-"""What is replaced: OLMo 2 normalises all heads at once, which keeps its attention as it is."""
+"""What is replaced: OLMo 2 normalises all heads at once, which keeps its attention and sums as they are."""
 
 MERGED_WEIGHTS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "gate", "up"))
 
@@ -86,6 +86,27 @@ def test_the_logits_are_those_of_the_modules(family, device):
     assert (logits - plain).abs().max() < 1e-4 * plain.abs().max()
     _, apart = passes(model, False, device)
     assert (apart - plain).abs().max() < 1e-4 * plain.abs().max()
+
+
+@pytest.mark.parametrize(("multiplier", "layers"), [(1.0, 2), (0.22, 0)])
+def test_a_layer_that_adds_something_else_is_kept(multiplier, layers, device):
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("granite", **SIZES, residual_multiplier=multiplier))
+    served, logits = passes(model.to(device).eval(), True, device)
+    assert served.fusion.layers == layers
+    _, apart = passes(model, False, device)
+    assert (logits - apart).abs().max() < 1e-4 * apart.abs().max()
+
+
+def test_a_norm_computed_with_its_sum_is_given_once_and_for_that_sum_alone(device):
+    norm = FusedNorm.of(tiny("llama", device, torch.bfloat16).model.norm)
+    x, added = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2)).to(device, torch.bfloat16)
+    total = norm.sum(x, added)
+    assert torch.equal(total, x + added)
+    assert torch.equal(norm(x), norm.step(x, norm.weight, norm.variance_epsilon))  # another tensor
+    assert norm.ready is None
+    assert torch.equal(norm(norm.sum(x, added)), norm.step(total, norm.weight, norm.variance_epsilon))
+    assert norm.ready is None
 
 
 def test_the_model_passed_in_is_unchanged(device, tmp_path):

@@ -32,9 +32,10 @@ SPEED_TOLERANCE: Final = 0.005
 copied starts without notice."""
 
 LEAST_GAIN: Final = 0.02
-"""Gain in speed that drafting must promise: the best of many noisy estimates promises more than it keeps."""
+"""Gain in speed that drafting must promise to begin, and loss at which it ends on a GPU: the best of many noisy
+estimates promises more than it keeps, and every change of mind costs time."""
 
-PRIOR_DRAFTS: Final = 8.0
+PRIOR_DRAFTS: Final = 16.0
 """Drafts of a request's own that the typical acceptance rates weigh as much as."""
 
 DECAY: Final = 0.9
@@ -44,7 +45,7 @@ IDLE_DECAY: Final = 0.9
 """Weight that a row's own drafts keep in a round without a draft: a text that went badly may go well again, and without
 new drafts only the other rows tell."""
 
-TYPICAL_DECAY: Final = 0.97
+TYPICAL_DECAY: Final = 0.985
 """Weight that earlier drafts keep in the rates of all requests together, which change more slowly than one text's."""
 
 HIGHEST_RATE: Final = 0.98
@@ -128,7 +129,8 @@ class AutoLength:
         best = best_lengths(records, costs, others)
         positions = others + len(records) + sum(best)
         now = costs.of_pass(positions) if records else 1.0
-        extra = costs.of_pass(positions + PROBE_LENGTH) - now + costs.of_drafting(PROBE_LENGTH)
+        widened = len(records) if costs.rectangular else 1  # rows whose pass is wider for one row's probe
+        extra = costs.of_pass(positions + PROBE_LENGTH * widened) - now + costs.of_drafting(PROBE_LENGTH)
         if not any(best):
             extra += costs.resume_cost
         return [self._probed(record, k, len(records), extra / now) for record, k in zip(records, best, strict=True)]
@@ -143,7 +145,7 @@ class AutoLength:
 
     def record_draft(self, session: Session, drafted: int, accepted: int, asked: int | None = None) -> None:
         """Record how many tokens of one row's draft were accepted, of those `asked` for: by default the last choice."""
-        record = self.records.setdefault(session.id, DraftRecord())
+        record = self.records.get(session.id) or self.records.setdefault(session.id, DraftRecord())
         record.asked = record.asked if asked is None else asked
         record.update(drafted, accepted)
         if not self.reproduces(session):
@@ -189,7 +191,7 @@ def _best_alone(record: "DraftRecord", costs: "Costs", others: int) -> int:
         emitted, drafted = emitted + gains[depth], drafted + widths[depth]
         speeds.append(emitted / (costs.of_pass(1 + others + drafted) + costs.of_drafting(drafted)))
     best = max(speeds)
-    if best <= (1 + LEAST_GAIN) / costs.of_pass(1 + others):
+    if best <= costs.least_gain / costs.of_pass(1 + others):
         return 0
     last = max(n for n, speed in enumerate(speeds) if speed >= (1 - SPEED_TOLERANCE) * best)
     return 1 + max(order[: last + 1])
@@ -209,7 +211,7 @@ def _best_together(records: Sequence["DraftRecord"], costs: "Costs", others: int
     steps = np.maximum.accumulate(depths) if B > 1 else positions - 1 - others
     speeds = emitted / (costs.of_passes(positions) + costs.of_drafting(steps))
     lengths = np.zeros(B, dtype=np.int64)
-    if speeds.max() > (1 + LEAST_GAIN) * B / costs.of_pass(B + others):
+    if speeds.max() > costs.least_gain * B / costs.of_pass(B + others):
         last = np.flatnonzero(speeds >= (1 - SPEED_TOLERANCE) * speeds.max())[-1]
         np.maximum.at(lengths, rows[: last + 1], depths[: last + 1])
     return [int(length) for length in lengths]
@@ -220,9 +222,9 @@ def _best_depth(gains: Floats, costs: "Costs", others: int) -> int:
     B, depths = len(gains), np.array(DEPTHS)
     emitted = B + np.concatenate([[0.0], gains.sum(0).cumsum()])[depths]
     spent = costs.of_passes(B * (1.0 + depths) + others) + costs.of_drafting(depths)
-    speeds = emitted / spent
-    best = int(speeds.argmax())
-    return int(depths[best]) if speeds[best] > (1 + LEAST_GAIN) * speeds[0] else 0
+    plain, *drafted = emitted / spent
+    best = int(np.argmax(drafted))
+    return int(depths[1 + best]) if drafted[best] > costs.least_gain * plain else 0
 
 
 def increments(records: Sequence["DraftRecord"]) -> tuple[Floats, Floats]:
@@ -282,8 +284,9 @@ class DraftRecord:
         """Record the outcome of one round. In one without a draft, rates move towards the typical ones, if any."""
         self.rounds_since_probe += self.wants_probe  # counted here: a row may be preempted before its round
         if not drafted:
-            for rate in (self.first, self.later, self.continued):
-                rate.fade()
+            if self.first.prior is not None:
+                for rate in (self.first, self.later, self.continued):
+                    rate.fade()
             return
         asked = max(self.asked, drafted)
         self.rounds_since_probe = 0 if asked >= PROBE_LENGTH else self.rounds_since_probe
@@ -313,9 +316,8 @@ class DecayingRate:
 
     def fade(self) -> None:
         """Let own trials lose weight beside the prior's."""
-        if self.prior is not None:
-            self.successes *= IDLE_DECAY
-            self.trials *= IDLE_DECAY
+        self.successes *= IDLE_DECAY
+        self.trials *= IDLE_DECAY
 
     def update(self, successes: int, trials: int) -> None:
         if trials:
@@ -356,6 +358,16 @@ class Costs:
     def unmeasured(self) -> "Costs":
         """Return the same assumed costs without any measured ones."""
         return replace(self, pass_seconds={}, draft_seconds=None, drafting=False, _curve=[])
+
+    @property
+    def least_gain(self) -> float:
+        """Return the speed, as a multiple of plain decoding's, above which drafting is worth it.
+
+        Where rows are drafted for one by one, a draft of one row among many loses next to nothing: it must gain.
+        """
+        if not self.drafting:
+            return 1 + LEAST_GAIN
+        return 1 - LEAST_GAIN if self.rectangular else 1.0
 
     def of_round(self, length: int | float) -> float:
         """Return the cost of a round with a draft of this length, which may be a mean."""

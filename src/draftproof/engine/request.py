@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from jaxtyping import Bool
@@ -27,8 +27,8 @@ class Stats:
     """Counters of one request, defined as in the literature.
 
     `drafts` counts rounds with a draft. `accepted` is counted before a stop cuts the text. `accepted_at[i]` counts the
-    accepted draft tokens at depth i; `record` holds every round. `seconds` is the request's share of each stage: a
-    round's time is split evenly among the rows of its batch.
+    accepted draft tokens at depth i. `seconds` is the request's share of each stage: a round's time is split evenly
+    among the rows of its batch.
     """
 
     rounds: int = 0
@@ -37,7 +37,6 @@ class Stats:
     accepted: int = 0
     emitted: int = 0
     accepted_at: list[int] = field(default_factory=list)
-    record: list[Round] = field(default_factory=list, repr=False)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     cached_tokens: int = 0
     """Tokens of the prompt that were not read again, because an earlier request had read them."""
@@ -45,6 +44,8 @@ class Stats:
     """Times the request gave up its place in the pool for older ones."""
     queue_seconds: float = 0.0
     """Time from the request's submission to its place in the pool."""
+    _rounds: list[Round] = field(default_factory=list, repr=False)
+    """Every round, and in a copy those that came later."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -67,8 +68,25 @@ class Stats:
         return [count / self.drafts for count in self.accepted_at]
 
     def snapshot(self) -> "Stats":
-        """Return a copy that later rounds do not change."""
-        return replace(self, accepted_at=list(self.accepted_at), record=list(self.record), seconds=dict(self.seconds))
+        """Return a copy that later rounds do not change.
+
+        Rounds that are over stay as they are, so the list of them is shared: a copy of it for every chunk would take
+        longer with every chunk.
+        """
+        return Stats(
+            self.rounds, self.drafts, self.drafted, self.accepted, self.emitted, self.accepted_at.copy(),
+            self.seconds.copy(), self.cached_tokens, self.preemptions, self.queue_seconds, self._rounds,
+        )  # fmt: skip
+
+    @property
+    def record(self) -> list[Round]:
+        """Return every round."""
+        return self._rounds[: self.rounds]
+
+    @property
+    def last_round(self) -> Round | None:
+        """Return the last of `record`; None before the first round, and where rounds are not recorded."""
+        return self._rounds[self.rounds - 1] if 0 < self.rounds <= len(self._rounds) else None
 
     def record_round(self, drafted: int, accepted: int) -> None:
         """Count one round."""
@@ -76,7 +94,7 @@ class Stats:
         self.drafts += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
-        self.record.append(Round(drafted, accepted))
+        self._rounds.append(Round(drafted, accepted))
         self.accepted_at += [0] * (accepted - len(self.accepted_at))
         for i in range(accepted):
             self.accepted_at[i] += 1

@@ -1,4 +1,4 @@
-"""Run the small steps of a decoder layer in one Triton kernel each: RMSNorm, rotary embedding and cache, gating."""
+"""Run the small steps of a decoder layer in one Triton kernel each: sum and norm, rotary embedding, gating."""
 
 import torch
 from torch import Tensor
@@ -12,17 +12,34 @@ GATE_BLOCK = 1024
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, round_first: bool = True) -> Tensor:
     """Return x [..., H] normalised by the root of its mean square and scaled by `weight`, or 1 + `weight`."""
-    H = x.shape[-1]
-    rows = x.reshape(-1, H)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _norm(x, None, weight, out, out, eps, plus_one, round_first)
+    return out
+
+
+def sum_and_norm(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, round_first: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return x + added, and its `rms_norm`."""
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _norm(x, added.expand(x.shape), weight, total, out, eps, plus_one, round_first)
+    return total, out
+
+
+def _norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, total: Tensor, out: Tensor, eps: float, plus_one: bool,
+    round_first: bool,
+) -> None:  # fmt: skip
+    H = x.shape[-1]
+    rows, more = x.reshape(-1, H), None if added is None else added.reshape(-1, H)
     block = _power_of_2(H)
     if rows.shape[0]:
         with current_device(x.device):
             device.rms_norm[(rows.shape[0],)](
-                rows, weight, out, rows.stride(0), eps, H=H, BLOCK=block, PLUS_ONE=plus_one, ROUND_FIRST=round_first,
-                num_warps=8 if block >= 4096 else 4,
+                rows, rows if more is None else more, weight, total, out, rows.stride(0),
+                0 if more is None else more.stride(0), eps, H=H, BLOCK=block, PLUS_ONE=plus_one,
+                ROUND_FIRST=round_first, ADD=more is not None, num_warps=8 if block >= 4096 else 4,
             )  # fmt: skip
-    return out
 
 
 def gate(both: Tensor, *, tanh: bool = False) -> Tensor:

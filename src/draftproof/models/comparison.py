@@ -1,6 +1,7 @@
 """Run a module and its replacement on the same numbers, and tell whether they compute the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -39,11 +40,32 @@ def _close(wanted: Any, got: Any) -> bool:
 
 def attends_alike(module: nn.Module, made: nn.Module, like: Tensor) -> bool:
     """Return whether two attention modules compute the same in a pass over a small pool, and write the same to it."""
+    return _alike(module, like, [partial(_first, module), partial(_first, made)])
+
+
+def computes_alike(layer: nn.Module, made: Callable[..., Tensor], attention: nn.Module, following: nn.Module) -> bool:
+    """Return whether two forms of a decoder layer compute the same, and the norm of it, in a pass over a small pool."""
+    own: Any = attention
+    like = own.q_proj.weight if isinstance(own.q_proj, nn.Linear) else torch.empty(0)
+
+    def and_norm(form: Callable[..., Tensor], **given: Any) -> Tensor:
+        states = form(given.pop("hidden_states"), **given)
+        return torch.cat([states, following(states)], -1)
+
+    return _alike(attention, like, [partial(and_norm, form) for form in (layer, made)])
+
+
+def _first(form: Callable[..., tuple[Tensor, ...]], **given: Any) -> Tensor:
+    return form(**given)[0]
+
+
+def _alike(attention: nn.Module, like: Tensor, forms: Sequence[Callable[..., Tensor]]) -> bool:
+    """Return whether functions with an attention module's arguments compute and write the same over a small pool."""
     from transformers.cache_utils import Cache as TransformersCache
 
     from draftproof.models.hf import PoolLayer
 
-    own: Any = module
+    own: Any = attention
     layer: int = own.layer_idx
     if own.v_proj.out_features != own.k_proj.out_features:
         return False
@@ -57,14 +79,14 @@ def attends_alike(module: nn.Module, made: nn.Module, like: Tensor) -> bool:
     outputs = []
     token = running.set(this)
     try:
-        for each in (module, made):
+        for form in forms:
             shape = (24, own.k_proj.out_features // size, size)
             keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             past = TransformersCache(layers=[PoolLayer(keys, values, slots)] * (layer + 1))
-            result = each(
+            result = form(
                 hidden_states=hidden[None], position_embeddings=embeddings, attention_mask=mask, past_key_values=past
             )
-            outputs.append((result[0].view(2, 3, -1)[:, :2], keys[:10], values[:10]))
+            outputs.append((result.view(2, 3, -1)[:, :2], keys[:10], values[:10]))
     except Exception:  # a module that wants other arguments is not what it looks like
         return False
     finally:

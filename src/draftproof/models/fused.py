@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from draftproof.core.device import runs_kernels
-from draftproof.models.comparison import attends_alike, computes_the_same
+from draftproof.models.comparison import attends_alike, computes_alike, computes_the_same
 from draftproof.models.cpu_linear import PackedLinear, join, joinable
 from draftproof.models.device_pass import DevicePass
 from draftproof.models.heap import trim_heap
@@ -38,6 +38,7 @@ class Fusion:
     norms: int = 0
     attentions: int = 0
     gates: int = 0
+    layers: int = 0
     bytes: int = 0
 
 
@@ -64,6 +65,7 @@ def fuse(model: PreTrainedModel) -> Fusion:
                 made.attentions += 1
                 made.bytes += _copied(attention.joined, child)
         trim_heap()  # joining packed layers frees their parts, and the next ones do not fit into the gaps
+    made.layers = fuse_sums(list(getattr(parent, name)), getattr(parent, "norm", None))
     return made
 
 
@@ -78,7 +80,7 @@ def _is_worthwhile(model: PreTrainedModel) -> bool:
 
 
 def _steps(device: torch.device) -> Any:
-    """Return the module with the steps of a device: `rms_norm`, `gate` and `rotate_and_write`."""
+    """Return the module with a device's steps: `rms_norm`, `sum_and_norm`, `gate` and `rotate_and_write`."""
     if runs_kernels(device):
         from draftproof.kernels import layer
 
@@ -106,13 +108,15 @@ def lay_side_by_side(model: nn.Module) -> None:
 
 
 class FusedNorm(nn.Module):
-    """RMSNorm in one step."""
+    """RMSNorm in one step, or together with the sum that it reads."""
 
     def __init__(self, weight: Tensor, eps: float, plus_one: bool, round_first: bool) -> None:
         super().__init__()
         self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), eps
         self.plus_one, self.round_first = plus_one, round_first
-        self.step = _steps(weight.device).rms_norm
+        self.step, self.sum_step = _steps(weight.device).rms_norm, _steps(weight.device).sum_and_norm
+        self.ready: tuple[Tensor, Tensor] | None = None
+        """A sum whose norm was computed with it, and that norm, until it is asked for."""
 
     @classmethod
     def of(cls, module: nn.Module) -> "FusedNorm | None":
@@ -132,9 +136,21 @@ class FusedNorm(nn.Module):
         return None
 
     def forward(self, x: Tensor) -> Tensor:
+        ready, self.ready = self.ready, None
+        if ready is not None and ready[0] is x:
+            return ready[1]
         made: Tensor = self.step(
             x, self.weight, self.variance_epsilon, plus_one=self.plus_one, round_first=self.round_first
         )
+        return made
+
+    def sum(self, x: Tensor, added: Tensor) -> Tensor:
+        """Return x + added. Its norm is computed in the same step, and kept for the call that will ask for it."""
+        total, normed = self.sum_step(
+            x, added, self.weight, self.variance_epsilon, plus_one=self.plus_one, round_first=self.round_first
+        )
+        self.ready = total, normed
+        made: Tensor = total
         return made
 
 
@@ -278,6 +294,62 @@ class FusedAttention(nn.Module):
             {"softcap": self.softcap},
         )
         return attended.flatten(2)
+
+
+class FusedLayer:
+    """What a decoder layer computes, with each sum of its residual stream in one step with the norm that reads it.
+
+    It stands in for a layer's `forward` and holds its parts, not the layer: a layer that held itself would be freed
+    late. The norm after the last sum is the next layer's, which finds it computed.
+
+    before    the norm of the layer's input
+    attended  the norm of what attention returns; None in layers without one
+    middle    the norm between attention and MLP
+    gated     the norm of what the MLP returns; None in layers without one
+    """
+
+    ARRANGEMENTS: Final = (
+        ("input_layernorm", "self_attn", None, "post_attention_layernorm", "mlp", None),
+        ("input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
+         "post_feedforward_layernorm"),
+    )  # fmt: skip
+    """Names of a layer's parts in the order in which they run: Llama's, and Gemma 2's and 3's."""
+
+    def __init__(self, parts: Sequence[Any], following: FusedNorm) -> None:
+        self.before, self.attention, self.attended, self.middle, self.mlp, self.gated = parts
+        self.following = following
+
+    @classmethod
+    def of(cls, layer: nn.Module, following: nn.Module | None) -> "FusedLayer | None":
+        """Return the fused form of a layer whose parts are fused; None if it computes anything else."""
+        children = dict(layer.named_children())
+        for names in cls.ARRANGEMENTS:
+            parts = [None if name is None else children.get(name) for name in names]
+            if children.keys() != {name for name in names if name} or not isinstance(following, FusedNorm):
+                continue
+            attention, mlp = parts.pop(1), parts.pop(3)
+            norms = all(part is None or isinstance(part, FusedNorm) for part in parts)
+            if norms and isinstance(attention, FusedAttention) and isinstance(mlp, FusedMLP):
+                made = cls([parts[0], attention, parts[1], parts[2], mlp, parts[3]], following)
+                return made if computes_alike(layer, made, attention.original, following) else None
+        return None
+
+    def __call__(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        attended, _ = self.attention(hidden_states=self.before(hidden_states), **options)
+        attended = attended if self.attended is None else self.attended(attended)
+        hidden_states = self.middle.sum(hidden_states, attended)
+        gated = self.mlp(self.middle(hidden_states))
+        return self.following.sum(hidden_states, gated if self.gated is None else self.gated(gated))
+
+
+def fuse_sums(layers: Sequence[nn.Module], last_norm: nn.Module | None) -> int:
+    """Give each layer the `FusedLayer` that computes the same, if there is one; return how many have one."""
+    followers = [*(getattr(layer, "input_layernorm", None) for layer in layers[1:]), last_norm]
+    made = [FusedLayer.of(layer, follower) for layer, follower in zip(layers, followers, strict=True)]
+    for layer, fused in zip(layers, made, strict=True):
+        if fused is not None:
+            layer.forward = fused  # type: ignore[method-assign]
+    return sum(fused is not None for fused in made)
 
 
 class _Beside(nn.Module):

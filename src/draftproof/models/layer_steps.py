@@ -43,6 +43,20 @@ def rms_norm(
     return out
 
 
+def sum_and_norm(
+    x: Float[Tensor, "*B H"],
+    added: Float[Tensor, "*B H"],
+    weight: Float[Tensor, " H"],
+    eps: float,
+    *,
+    plus_one: bool = False,
+    round_first: bool = True,
+) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B H"]]:
+    """Return x + added, and its `rms_norm`: two calls, of which the sum is the short one."""
+    total = x + added
+    return total, rms_norm(total, weight, eps, plus_one=plus_one, round_first=round_first)
+
+
 def gate(both: Float[Tensor, "*B wide"], *, tanh: bool = False) -> Float[Tensor, "*B I"]:
     """Return the activation of the first half of each row times the second: SiLU, or GELU approximated by tanh."""
     compiled, size = compiled_layer(), both.shape[-1] // 2

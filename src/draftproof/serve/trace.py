@@ -23,7 +23,7 @@ class Trace:
 
     def parts(self, chunk: Chunk) -> dict[str, Any]:
         """Return what a chunk's text consists of, and how well drafting works so far."""
-        drafted, accepted = chunk.stats.record[-1] if chunk.stats.record else (0, 0)
+        drafted, accepted = chunk.stats.last_round or (0, 0)
         last: Origin = "plain" if drafted == 0 else "bonus" if accepted == drafted else "residual"
         origin: Origin = last
         for place, token in enumerate(chunk.tokens):

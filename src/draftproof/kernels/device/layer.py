@@ -1,4 +1,4 @@
-"""The small steps of a decoder layer, each one kernel: norm, rotary embedding with the write into the pool, gating."""
+"""The small steps of a decoder layer, each one kernel: sum and norm, rotary embedding with its write, gating."""
 
 from typing import no_type_check
 
@@ -8,15 +8,20 @@ import triton.language as tl
 
 @triton.jit
 @no_type_check
-def rms_norm(x, weight, out, stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr,
-             ROUND_FIRST: tl.constexpr):  # fmt: skip
+def rms_norm(x, added, weight, total, out, stride, added_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr,
+             PLUS_ONE: tl.constexpr, ROUND_FIRST: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     """Normalise one row by the root of its mean square, and scale it by `weight`, or by 1 + `weight`.
 
     ROUND_FIRST: the normalised numbers are rounded to the dtype before they are scaled, as Llama does.
+    ADD: the row is x + added, rounded to the dtype, and is written to `total`.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = i < H
     numbers = tl.load(x + row * stride + i, mask=inside, other=0.0)
+    if ADD:
+        more = tl.load(added + row * added_stride + i, mask=inside, other=0.0)
+        numbers = (numbers.to(tl.float32) + more.to(tl.float32)).to(numbers.dtype)
+        tl.store(total + row * H + i, numbers, mask=inside)
     wide = numbers.to(tl.float32)
     normal = wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
     factor = tl.load(weight + i, mask=inside, other=0.0)
