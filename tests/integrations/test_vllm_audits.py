@@ -99,9 +99,15 @@ def cut(host, monkeypatch) -> None:
     """Cut drafts before the first forbidden token, as vLLM does by a request's grammar."""
     if host.kind not in ("drawn", "eagle"):
         pytest.skip("drafts are chosen: what is cut from them is independent of their verification")
-    manager = host.llm.llm_engine.engine_core.engine_core.scheduler.structured_output_manager
-    allowed = lambda request, tokens: list(takewhile(lambda token: token not in FORBIDDEN, tokens))  # noqa: E731
-    monkeypatch.setattr(manager, "validate_tokens", allowed)
+    scheduler = host.llm.llm_engine.engine_core.engine_core.scheduler
+    update = scheduler.update_draft_token_ids
+
+    def cutting(drafted):
+        for tokens in drafted.draft_token_ids:
+            del tokens[len(list(takewhile(lambda token: token not in FORBIDDEN, tokens))) :]
+        return update(drafted)
+
+    monkeypatch.setattr(scheduler, "update_draft_token_ids", cutting)
 
 
 @pytest.mark.statistical
