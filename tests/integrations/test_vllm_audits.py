@@ -7,7 +7,7 @@ certificate states its own figure, and a test fails if it is larger.
 
 import importlib.util
 from dataclasses import dataclass
-from itertools import count, cycle
+from itertools import count, cycle, takewhile
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from auditor.vllm_models import PROMPTS, V
 from draftproof.auditor.decoders.vllm import vllm_parameters
 from draftproof.auditor.interface import Decoded
 from draftproof.core.sampling import SamplingParams
+from draftproof.integrations.vllm import runner_v1
 from engine.many_texts import unchecked
 from integrations.vllm_engines import KINDS, Host, start
 
@@ -88,6 +89,39 @@ class Mixed:
 def test_no_bias_is_found_in_batches_of_mixed_requests(host):
     found = host.examined(SAMPLINGS["top-p"], TOKENS, Mixed(host.decoder))
     assert found.verdict != "biased", str(found)
+
+
+FORBIDDEN = range(0, V, 3)
+
+
+@pytest.fixture
+def cut(host, monkeypatch) -> None:
+    """Cut drafts before the first forbidden token, as vLLM does by a request's grammar."""
+    if host.kind not in ("drawn", "eagle"):
+        pytest.skip("drafts are chosen: what is cut from them is independent of their verification")
+    scheduler = host.llm.llm_engine.engine_core.engine_core.scheduler
+    update = scheduler.update_draft_token_ids
+
+    def cutting(drafted):
+        for tokens in drafted.draft_token_ids:
+            del tokens[len(list(takewhile(lambda token: token not in FORBIDDEN, tokens))) :]
+        return update(drafted)
+
+    monkeypatch.setattr(scheduler, "update_draft_token_ids", cutting)
+
+
+@pytest.mark.statistical
+@pytest.mark.usefixtures("cut")
+@pytest.mark.parametrize("structured", [True, False])
+def test_no_bias_is_found_where_a_grammar_cuts_drafts(host, monkeypatch, structured):
+    """They are verified as chosen tokens; the control verifies them as drawn ones, and is found biased."""
+    monkeypatch.setattr(runner_v1, "is_structured", lambda request: structured)
+    found = host.examined(SamplingParams(logit_bias=dict.fromkeys(FORBIDDEN, -100.0)), TOKENS)
+    assert (found.verdict == "biased") is not structured, str(found)
+    if structured:
+        assert found.coverage.rejected > 100
+        assert found.smallest_bias is not None
+        assert found.smallest_bias < 0.1
 
 
 def parameters(**fields) -> Any:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from draftproof.integrations.vllm import NGram, Suffix
+from draftproof.integrations.vllm import NGram, Suffix, startup
 from draftproof.integrations.vllm.drafters import Proposer
+from draftproof.integrations.vllm.hooks import RefusedError
 
 
 def config(k: int = 4, max_model_len: int = 64):
@@ -75,3 +76,14 @@ def test_a_new_request_in_an_old_row_gets_a_new_id():
     proposer.propose([[3]], *table([1, 2, 4, 3]))
     first, second = drafter.seen
     assert set(first.values()).isdisjoint(second.values())
+
+
+def test_it_is_not_made_where_the_plug_in_was_asked_for_and_not_loaded(monkeypatch):
+    asked = config()
+    asked.additional_config = {"draftproof": {}}
+    monkeypatch.setattr(startup.CONFIG, "installed", True)
+    Suffix(asked)
+    monkeypatch.setattr(startup.CONFIG, "installed", False)
+    Suffix(config())
+    with pytest.raises(RefusedError, match="VLLM_PLUGINS"):
+        Suffix(asked)

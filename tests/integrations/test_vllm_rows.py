@@ -1,13 +1,14 @@
 """Verification on vLLM's ragged rows gives `dp.verify`'s verdicts: by the rules, by the kernels, in greedy batches."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import draftproof as dp
 from draftproof.integrations.vllm import runner_v1
-from draftproof.integrations.vllm.rows import Layout, cut_by_min_p
+from draftproof.integrations.vllm.rows import Layout, cut_by_min_p, processed
 from integrations.vllm_batches import SAMPLINGS, Batch, V, batch, kernels_on_cpu, sampling_metadata
 
 LENGTHS = [3, 0, 2, 3, 1]
@@ -120,6 +121,58 @@ def test_min_p_is_cut_before_top_p():
     drawn = {runner_v1.emit("token", rows, layout, drafts, None, sampling_metadata([params])).item() for _ in range(50)}
     assert drawn == {0}
     assert (dp.warp(rows[None], [params]).probs()[0, 0] > 0).tolist() == [True, True, False, False]
+
+
+class MinTokensLogitsProcessor:
+    """A stand-in under the name of vLLM's own: least tokens, output and stop tokens of each request."""
+
+    def __init__(self, min_toks: dict) -> None:
+        self.min_toks = min_toks
+
+
+def edited(made: Batch, **changes) -> torch.Tensor:
+    """Return which entries of a batch's rows are forbidden."""
+    sampling = made.metadata
+    sampling.output_token_ids = [[4, 5]] * len(made.samplings)
+    for name, value in changes.items():
+        setattr(sampling, name, value)
+    rows = processed(made.rows, made.layout, made.drafts.tolist(), sampling)
+    return rows == -torch.inf
+
+
+def test_a_bad_word_is_forbidden_where_the_draft_begins_it():
+    made = batch(WARM[:2], [2, 1])
+    drafts = torch.tensor([[6, 7], [9, -1]])
+    words = {0: [[5, 6, 7], [6, 8], [11]]}
+    found = edited(replace(made, drafts=drafts), bad_words_token_ids=words)
+    assert [row.nonzero()[:, 0].tolist() for row in found] == [[11], [7, 8, 11], [11], [], []]
+
+
+def test_stop_tokens_are_forbidden_until_the_text_with_its_draft_is_long_enough():
+    made = batch(WARM[:2], [3, 1])
+    processor = MinTokensLogitsProcessor({0: (4, [4, 5], {13, 16})})
+    procs = SimpleNamespace(argmax_invariant=[], non_argmax_invariant=[processor])
+    found = edited(made, logitsprocs=procs)
+    assert [row.nonzero()[:, 0].tolist() for row in found] == [[13, 16], [13, 16], [], [], [], []]
+
+
+def test_allowed_tokens_are_those_of_the_rows_request():
+    made = batch(WARM[:2], [1, 2])
+    mask = torch.zeros(2, V, dtype=torch.bool)
+    mask[1, [3, 4]] = True
+    found = edited(made, allowed_token_ids_mask=mask)
+    assert [row.nonzero()[:, 0].tolist() for row in found] == [[], [], [3, 4], [3, 4], [3, 4]]
+
+
+def test_drawn_drafts_become_point_masses_for_some_requests():
+    made = batch(WARM, [2, 3, 0, 2])
+    tokens = torch.cat([row[:count] for row, count in zip(made.drafts, made.layout.drafted, strict=True)])
+    tokens[4] = -1
+    before = made.draft_probs.clone()
+    found = runner_v1.chosen(made.draft_probs, tokens, made.layout.drafted, [False, True, True, False])
+    assert torch.equal(made.draft_probs, before)
+    assert torch.equal(found[[0, 1, 5, 6]], before[[0, 1, 5, 6]])
+    assert torch.equal(found[2:4], torch.nn.functional.one_hot(tokens[2:4], V).float())
 
 
 def test_seeds_come_from_the_requests_generator_or_the_default_one(monkeypatch):

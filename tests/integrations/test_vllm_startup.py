@@ -1,6 +1,7 @@
 """An engine that asks for the plug-in and cannot have it does not start, and is told why in one sentence."""
 
 import re
+import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -8,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftproof.integrations.vllm import requests, runner_v1, runner_v2, startup
+from draftproof.integrations.vllm import log, requests, runner_v1, runner_v2, startup
+from draftproof.integrations.vllm.hooks import Hook, Hooks
 from draftproof.integrations.vllm.settings import Settings
 from draftproof.integrations.vllm.startup import RefusedError, check, confirm, rule_of_worker
 
@@ -99,6 +101,7 @@ def test_requests_that_should_have_emitted_a_token_and_did_not_are_found():
 
 class Params:
     thinking_token_budget = None
+    structured_outputs = None
 
     def refuses(self, speculative_config):
         raise ValueError("stock refuses")
@@ -106,7 +109,7 @@ class Params:
 
 def test_min_p_and_bias_are_let_through_where_the_plug_in_verifies():
     validate = requests._accepts_min_p_and_bias(Params.refuses)
-    served = SimpleNamespace(**{requests.SERVED: True})
+    served = SimpleNamespace(**{requests.SERVED: "V1"})
     validate(Params(), served)
     with pytest.raises(ValueError, match="stock refuses"):
         validate(Params(), SimpleNamespace())
@@ -116,4 +119,59 @@ def test_a_thinking_budget_is_refused_by_name():
     budgeted = Params()
     budgeted.thinking_token_budget = 64
     with pytest.raises(ValueError, match="thinking_token_budget=64"):
-        requests._accepts_min_p_and_bias(Params.refuses)(budgeted, SimpleNamespace(**{requests.SERVED: True}))
+        requests._accepts_min_p_and_bias(Params.refuses)(budgeted, SimpleNamespace(**{requests.SERVED: "V1"}))
+
+
+def test_structured_output_is_refused_under_v2_where_drafts_are_drawn():
+    validate, asked = requests._accepts_min_p_and_bias(Params.refuses), Params()
+    asked.structured_outputs = object()
+    for runner, method in (("V1", "probabilistic"), ("V2", "greedy")):
+        validate(asked, SimpleNamespace(**{requests.SERVED: runner}, draft_sample_method=method))
+    drawn = SimpleNamespace(**{requests.SERVED: "V2"}, draft_sample_method="probabilistic")
+    validate(Params(), drawn)
+    with pytest.raises(ValueError, match="structured output"):
+        validate(asked, drawn)
+
+
+@pytest.fixture
+def logged(monkeypatch) -> list[str]:
+    """Lines of vLLM's log."""
+    lines: list[str] = []
+    monkeypatch.setattr(log, "logger", lambda: SimpleNamespace(info=lambda text, *args: lines.append(text % args)))
+    return lines
+
+
+def make_sampler(monkeypatch, runner, rule: str, device: str) -> None:
+    """Make a sampler as vLLM's model runner does, in an engine that asks for the rule."""
+    asked = config({"rule": rule}, device_config=SimpleNamespace(device_type=device))
+    current = SimpleNamespace(get_current_vllm_config_or_none=lambda: asked)
+    monkeypatch.setitem(sys.modules, "vllm.config", current)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(config=current))
+    monkeypatch.setattr(runner_v2, "_active", None)
+    runner._marks_sampler(lambda self: None)(SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("runner", "device", "rule", "says"),
+    [
+        (runner_v1, "cpu", "block", "model runner V1 verifies drafts by the rule 'block'"),
+        (runner_v1, "cuda", "token", "model runner V1 verifies drafts by the rule 'token'" + log.UNTRIED),
+        (runner_v2, "cuda", "token", "model runner V2 verifies drafts by the rule 'token'" + log.UNTRIED),
+        (
+            *(runner_v2, "cuda", "block"),
+            "model runner V2 verifies drafts by the rule 'block', drawn drafts by 'token'" + log.UNTRIED,
+        ),
+    ],
+)
+def test_one_line_of_the_log_says_what_verifies_and_what_was_not_tried(monkeypatch, logged, runner, device, rule, says):
+    monkeypatch.setattr(runner_v1, "RUNNER", Hooks(()))
+    make_sampler(monkeypatch, runner, rule, device)
+    [line] = logged
+    assert line.endswith(says)
+    assert line.startswith("draftproof ")
+
+
+def test_a_worker_whose_runner_is_unknown_does_not_start(monkeypatch, logged):
+    monkeypatch.setattr(runner_v1, "RUNNER", Hooks((Hook("no_vllm.runner:Runner.probs", ("self",)),)))
+    with pytest.raises(RefusedError, match=re.escape("no_vllm.runner:Runner.probs")):
+        make_sampler(monkeypatch, runner_v1, "block", "cpu")

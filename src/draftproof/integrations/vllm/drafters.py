@@ -17,6 +17,8 @@ from draftproof.core.rng import Philox
 from draftproof.core.sampling import SamplingParams
 from draftproof.drafters import ngram, suffix
 from draftproof.drafters.interface import Drafter, TargetOutputs
+from draftproof.integrations.vllm.hooks import RefusedError
+from draftproof.integrations.vllm.settings import settings_of
 
 Ids = npt.NDArray[np.integer[Any]]
 PLAIN = SamplingParams()
@@ -49,10 +51,23 @@ class RowText:
         self.tokens += row[n:].tolist()
 
 
+def refuse_if_absent(vllm_config: Any) -> None:
+    """Refuse an engine that asks for the plug-in and did not load it: vLLM loads a custom class by its name, whatever
+    VLLM_PLUGINS says."""
+    from draftproof.integrations.vllm.startup import CONFIG
+
+    if settings_of(vllm_config) is not None and not CONFIG.installed:
+        raise RefusedError(
+            "additional_config asks for draftproof and vLLM did not load it as a plug-in: add draftproof to "
+            "VLLM_PLUGINS, or unset it"
+        )
+
+
 class Proposer:
     """A proposer that asks one of our drafters, with the interface that vLLM expects of a custom class."""
 
     def __init__(self, vllm_config: Any, drafter: Drafter) -> None:
+        refuse_if_absent(vllm_config)
         self._drafter = drafter
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len

@@ -13,6 +13,10 @@ MARK: Final = "_draftproof_hook"
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+class RefusedError(ValueError):
+    """The engine asked for draftproof's verification and cannot have it; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hook:
     """A function of vLLM that we replace or call.

@@ -5,32 +5,49 @@ from typing import Any, Final
 
 from draftproof.integrations.vllm.hooks import Hook
 from draftproof.integrations.vllm.log import logger
-from draftproof.integrations.vllm.settings import settings_of
+from draftproof.integrations.vllm.settings import settings_of, uses_v2
 
 SERVED: Final = "_served_by_draftproof"
-"""Mark on the speculative config of an engine whose drafts the plug-in verifies."""
+"""Mark on the speculative config of an engine whose drafts the plug-in verifies: the name of its model runner."""
 
 
 def _marks_config(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, vllm_config, *args, **kwargs)
         if vllm_config.speculative_config is not None and settings_of(vllm_config) is not None:
-            object.__setattr__(vllm_config.speculative_config, SERVED, True)
+            runner = "V2" if uses_v2(vllm_config) else "V1"
+            object.__setattr__(vllm_config.speculative_config, SERVED, runner)
 
     return __init__
 
 
 def _accepts_min_p_and_bias(original: Callable[..., None]) -> Callable[..., None]:
     def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
-        if not getattr(speculative_config, SERVED, False):
+        runner = getattr(speculative_config, SERVED, None)
+        if runner is None:
             original(self, speculative_config)
-        elif getattr(self, "thinking_token_budget", None) is not None:
-            raise ValueError(
-                f"thinking_token_budget={self.thinking_token_budget} is not served by draftproof's verification: leave "
-                "it out, or serve without additional_config['draftproof']"
-            )
+        else:
+            _refuse_unserved(self, speculative_config, runner)
 
     return _validate_spec_decode
+
+
+def _refuse_unserved(request: Any, speculation: Any, runner: str) -> None:
+    """Refuse what verification does not serve."""
+    budget = getattr(request, "thinking_token_budget", None)
+    if budget is not None:
+        raise ValueError(
+            f"thinking_token_budget={budget} is not served by draftproof's verification: leave it out, or serve "
+            "without additional_config['draftproof']"
+        )
+    # Drawn drafts that a grammar cuts are a biased sample. V1 verifies them as chosen ones; V2 does not say which
+    # requests have a grammar.
+    drawn = getattr(speculation, "draft_sample_method", "greedy") == "probabilistic"
+    if runner == "V2" and drawn and getattr(request, "structured_outputs", None) is not None:
+        raise ValueError(
+            "structured output is not served by draftproof under model runner V2 where drafts are drawn: set "
+            "draft_sample_method to 'greedy', or VLLM_USE_V2_MODEL_RUNNER=0"
+        )
 
 
 def _fails_requests(original: Callable[..., Any]) -> Callable[..., Any]:

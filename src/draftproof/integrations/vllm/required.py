@@ -6,7 +6,8 @@
 extension is loaded by its name whatever `VLLM_PLUGINS` says, and a worker without this package cannot load it.
 """
 
-from draftproof.integrations.vllm.startup import CONFIG, RefusedError
+from draftproof.integrations.vllm.hooks import RefusedError
+from draftproof.integrations.vllm.startup import CONFIG
 
 if not CONFIG.installed:
     raise RefusedError(

@@ -21,8 +21,8 @@ from draftproof.core.filters import argmax
 from draftproof.core.rng import Philox
 from draftproof.core.sampling import GREEDY_BELOW, SamplingParams
 from draftproof.core.types import PAD, Draft
-from draftproof.integrations.vllm.hooks import Hook, Hooks
-from draftproof.integrations.vllm.log import announce
+from draftproof.integrations.vllm.hooks import Hook, Hooks, RefusedError
+from draftproof.integrations.vllm.log import UNTRIED, announce
 from draftproof.integrations.vllm.rows import Layout, cut_by_min_p, filtered, needs_history, processed
 from draftproof.integrations.vllm.settings import Settings, settings_of
 from draftproof.rules.api import Decision, Scored, decide
@@ -41,7 +41,10 @@ def _marks_sampler(original: Callable[..., None]) -> Callable[..., None]:
         settings = None if config is None else settings_of(config)
         setattr(self, ATTRIBUTE, settings)
         if settings is not None:
-            announce(settings, "V1", verified_end_to_end=True)
+            RUNNER.install()
+            if RUNNER.problems:
+                raise RefusedError(f"draftproof does not know model runner V1 of this vLLM: {RUNNER.problems[0]}")
+            announce(settings, "V1", "" if config.device_config.device_type == "cpu" else UNTRIED)
 
     return __init__
 
@@ -70,6 +73,40 @@ def _builds_all_processors(original: Callable[..., Any]) -> Callable[..., Any]:
     return build_logitsprocs
 
 
+def _gives_structured_requests_chosen_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _get_spec_decode_draft_probs(self: Any, spec_decode_metadata: Any) -> Tensor | None:
+        probs: Tensor | None = original(self, spec_decode_metadata)
+        if probs is None or getattr(self.rejection_sampler, ATTRIBUTE, None) is None:
+            return probs
+        structured = [is_structured(self.requests[name]) for name in self.input_batch.req_ids]
+        counts = spec_decode_metadata.num_draft_tokens
+        return chosen(probs, spec_decode_metadata.draft_token_ids, counts, structured) if any(structured) else probs
+
+    return _get_spec_decode_draft_probs
+
+
+def is_structured(request: Any) -> bool:
+    """Return whether a grammar constrains a request."""
+    return getattr(request.sampling_params, "structured_outputs", None) is not None
+
+
+def chosen(
+    probs: Float[Tensor, "M V"], tokens: Int[Tensor, " M"], counts: Sequence[int], which: Sequence[bool]
+) -> Float[Tensor, "M V"]:
+    """Return draft probabilities with point masses at the draft tokens of some requests.
+
+    vLLM cuts a draft before the first token that a grammar forbids. What is left of drawn drafts is then a selection,
+    and no longer a sample of the drafter's distribution: verified as one, texts would be biased. Verified as chosen
+    tokens they may be any selection.
+    """
+    rows = [row for row, of in enumerate(b for b, count in enumerate(counts) for _ in range(count)) if which[of]]
+    place = to_device(rows, probs.device)
+    probs = probs.clone()
+    probs[place] = 0.0
+    probs[place, tokens[place].long().clamp_min(0)] = 1.0  # a token of -1 ends its draft: its row is not read
+    return probs
+
+
 _SAMPLER: Final = "vllm.v1.sample.rejection_sampler:RejectionSampler"
 _LOGPROBS_PARAMETERS: Final = (
     *("self", "max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits", "sampled_token_ids"),
@@ -96,6 +133,17 @@ HOOKS: Final = Hooks(
         Hook("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
     )
 )
+
+RUNNER: Final = Hooks(
+    (
+        Hook(
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_spec_decode_draft_probs",
+            ("self", "spec_decode_metadata"),
+            _gives_structured_requests_chosen_drafts,
+        ),
+    )
+)
+"""Installed by the runner that makes the sampler: other processes need not load that module."""
 
 
 def sample(

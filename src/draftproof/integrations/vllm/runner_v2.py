@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftproof import kernels
 from draftproof.integrations.vllm.hooks import Hook, Hooks
-from draftproof.integrations.vllm.log import announce
+from draftproof.integrations.vllm.log import UNTRIED, announce
 from draftproof.integrations.vllm.settings import Settings, settings_of
 
 PARAMETERS: Final = (
@@ -42,7 +42,7 @@ def _marks_sampler(original: Callable[..., None]) -> Callable[..., None]:
         _active = None if config is None else settings_of(config)
         setattr(self, ATTRIBUTE, _active)
         if _active is not None:
-            announce(_active, "V2", verified_end_to_end=False)
+            announce(_active, "V2", (", drawn drafts by 'token'" if _active.rule == "block" else "") + UNTRIED)
 
     return __init__
 

@@ -35,6 +35,11 @@ def settings_of(vllm_config: Any) -> Settings | None:
     return parsed(config[KEY])
 
 
+def uses_v2(vllm_config: Any) -> bool:
+    """Return whether the engine will use vLLM's model runner V2."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
 def parsed(asked: Any) -> Settings:
     """Turn the value of `additional_config["draftproof"]` into settings."""
     if not isinstance(asked, Mapping):

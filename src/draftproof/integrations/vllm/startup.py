@@ -9,13 +9,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from draftproof.integrations.vllm import requests, runner_v1, runner_v2
-from draftproof.integrations.vllm.hooks import Hook, Hooks
+from draftproof.integrations.vllm.hooks import Hook, Hooks, RefusedError
 from draftproof.integrations.vllm.log import logger
-from draftproof.integrations.vllm.settings import Settings, settings_of
-
-
-class RefusedError(ValueError):
-    """The engine asked for draftproof's verification and cannot have it; the message says why."""
+from draftproof.integrations.vllm.settings import Settings, settings_of, uses_v2
 
 
 def register() -> None:
@@ -61,11 +57,6 @@ def check(config: Any) -> None:
         )
     if getattr(config, "watermark_config", None) is not None:
         raise RefusedError("draftproof does not watermark: leave additional_config['draftproof'] or the watermark out")
-
-
-def uses_v2(config: Any) -> bool:
-    """Return whether the engine will use vLLM's model runner V2."""
-    return bool(getattr(config, "use_v2_model_runner", False))
 
 
 def _asks_workers(original: Callable[..., Any]) -> Callable[..., Any]:
