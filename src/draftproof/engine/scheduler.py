@@ -25,7 +25,7 @@ from draftproof.models.cuda_graphs import launches
 from draftproof.models.extents import PAGE
 from draftproof.models.pool import PoolFull, pages_within
 from draftproof.models.prompt_chunks import ATTENTION_DOUBLES
-from draftproof.models.rows import PackedModel, Read, Reading, Rows, open_rows
+from draftproof.models.rows import Read, Reading, Rows, open_rows, pooled_shapes
 from draftproof.rules import RULES, resolve
 
 if TYPE_CHECKING:
@@ -563,9 +563,9 @@ def scheduler_for(
     """Make a scheduler, and allocate the pools of target and drafter within the memory that they may take."""
     model, drafter = parts().model, parts().drafter
     pages = 0
-    if isinstance(model, PackedModel) and model.packing_refusal is None:
+    if shapes := pooled_shapes(model):
         own = 2 * drafter.kv_bytes() if isinstance(drafter, CachingDrafter) else 0
-        bytes_per_token = sum(shape.bytes for shape in model.kv_shapes()) + own
+        bytes_per_token = sum(shape.bytes for shape in shapes) + own
         pages = pages_within(limits.kv_memory, bytes_per_token, limits.max_batch, max_length, model.device)
     if isinstance(drafter, CachingDrafter):
         # Twice the pages, and two for each row: a draft ends after its text, and runs must be found at once.

@@ -1,7 +1,8 @@
 """Rows that come and go: the cached texts of one model, scored together in every round.
 
 `PooledRows` packs the tokens of all rows into one pass over a KV pool. `RectangularRows` serves models that cannot be
-packed: it pads rows to one width, and copies its cache when rows enter or leave.
+packed: it pads rows to one width, and copies its cache when rows enter or leave. Rows of hybrid models are rectangular,
+and keep keys and values in a pool (hybrid.py).
 """
 
 from collections.abc import Sequence
@@ -146,23 +147,31 @@ class PackedModel(Protocol):
 class ModelWithRows(Protocol):
     """A model that brings rows of its own."""
 
-    def open_rows(self) -> "RectangularRows": ...
+    @property
+    def pool_refusal(self) -> str | None:
+        """Return why its keys and values are not in a pool; None if they are."""
+
+    def kv_shapes(self) -> tuple[LayerShape, ...]: ...
+
+    def open_rows(self, pages: int) -> "RectangularRows": ...
 
 
-def packs(model: object) -> bool:
-    """Return whether the passes of a model are packed."""
-    return isinstance(model, PackedModel) and model.packing_refusal is None
+def pooled_shapes(model: object) -> tuple[LayerShape, ...]:
+    """Return the sizes of the keys and values that a model keeps in a pool; none if it uses no pool."""
+    if isinstance(model, PackedModel):
+        return model.kv_shapes() if model.packing_refusal is None else ()
+    return model.kv_shapes() if isinstance(model, ModelWithRows) and model.pool_refusal is None else ()
 
 
 def open_rows(model: Model, pages: int) -> "PooledRows | RectangularRows":
-    """Return the rows of a model: over a pool of so many pages if its passes can be packed."""
+    """Return the rows of a model: over a pool of so many pages if it can use one."""
     if isinstance(model, PackedModel) and model.packing_refusal is None:
         if is_cpu(model.device):
             return PooledRows(model, pages)
         from draftproof.models.device_rows import DeviceRows
 
         return DeviceRows(model, pages)
-    return model.open_rows() if isinstance(model, ModelWithRows) else RectangularRows(model)
+    return model.open_rows(pages) if isinstance(model, ModelWithRows) else RectangularRows(model)
 
 
 class PooledRows:
@@ -323,7 +332,7 @@ class RectangularRows:
     def ensure(self, row: int, tokens: int) -> None:
         """Do nothing: a slot cache grows when it is written to."""
 
-    def save(self, row: int) -> Cache:
+    def save(self, row: int) -> Any:
         cache = self._settled()
         assert cache is not None
         saved = cache.take([self._rows.index(row)])
@@ -331,7 +340,7 @@ class RectangularRows:
         self._settled()  # at once: it may be back before the next pass
         return saved
 
-    def restore(self, row: int, saved: Cache) -> None:
+    def restore(self, row: int, saved: Any) -> None:
         cache = self._settled()
         self._cache = saved if cache is None else cache.join(saved)
         self._rows.append(row)
