@@ -342,7 +342,7 @@ class HybridModel:
         if not self._attending:
             return "the model has no attention layers"
         if not is_cpu(self.device):
-            return f"on {self.device.type} a pass over a pool is recorded as a whole, and mixers are not recorded"
+            return f"on {self.device.type} passes over a pool do not serve mixers yet"
         before = self._config._attn_implementation
         register()
         try:

@@ -108,6 +108,8 @@ class PooledSlots:
     @lengths.setter
     def lengths(self, lengths: Int[Tensor, " B"]) -> None:
         for row, length in zip(self._rows, lengths.tolist(), strict=True):
+            if length > row.length:
+                raise ValueError(f"a row holds {row.length} tokens and cannot be shortened to {length}")
             row.length = length
 
     def read_lengths(self) -> list[int]:
