@@ -18,9 +18,12 @@ from draftproof.engine.request import Session
 from draftproof.models.extents import PAGE
 from draftproof.models.head.network import FittedHead
 from draftproof.models.hf import HFModel
+from draftproof.models.hybrid import HybridModel
 from draftproof.models.pool import KVPool
+from draftproof.models.pooled_slots import PooledSlots
 from engine.tiny import V, llama, neighbour
 from engine.tiny_heads import IDS, trained
+from models.hybrid_families import hybrid
 
 MAX_STEPS = 3000
 """Steps after which a schedule that has not ended counts as starved."""
@@ -45,6 +48,23 @@ class FaultyModel(HFModel):
 @cache
 def target() -> HFModel:
     return FaultyModel(llama(max_length=512))
+
+
+class FaultyHybrid(HybridModel):
+    """A hybrid with the same fault."""
+
+    broken: frozenset[int] = frozenset()
+
+    def __call__(self, tokens, cache, **options):
+        forward = super().__call__(tokens, cache, **options)
+        if self.broken and isinstance(cache.slots, PooledSlots):
+            forward.logits[[row.extent.start in self.broken for row in cache.slots._rows]] = torch.nan
+        return forward
+
+
+@cache
+def hybrid_target() -> HybridModel:
+    return FaultyHybrid(hybrid("lfm2"))
 
 
 @cache
@@ -119,14 +139,18 @@ def drafter_pools(drafter: Any) -> list[KVPool]:
 
 
 def open_engine(kind: str, *, pages: int | None = None, max_batch: int = 4, drafter: Any = None) -> Engine:
-    """Make an engine over the tiny models with a pool of so many pages; None: as many as it likes."""
-    drafter = DRAFTERS[kind]() if drafter is None else drafter
+    """Make an engine over the tiny models with a pool of so many pages; None: as many as it likes.
+
+    kind  of drafter, or "hybrid": a target with recurrent layers, and n-grams
+    """
+    model, named = (hybrid_target(), "ngram") if kind == "hybrid" else (target(), kind)
+    drafter = DRAFTERS[named]() if drafter is None else drafter
     own = 2 * drafter.kv_bytes() if hasattr(drafter, "kv_bytes") else 0
-    bytes_per_token = sum(shape.bytes for shape in target().kv_shapes()) + own
+    bytes_per_token = sum(shape.bytes for shape in model.kv_shapes()) + own
     memory = 2**26 if pages is None else pages * PAGE * bytes_per_token
     rule = "tree" if kind == "head-tree" else "block"
     limits = Limits(max_batch, kv_memory=memory)
-    return Engine(target(), None, drafter, rule=rule, num_draft_tokens=3, limits=limits)
+    return Engine(model, None, drafter, rule=rule, num_draft_tokens=3, limits=limits)
 
 
 # ---------------------------------------------------------------------------------------------------------- requests
@@ -260,13 +284,13 @@ class Schedule:
             self.engine._loop.cancel([self.submitted[which % len(self.submitted)][1]])
 
     def step(self) -> None:
-        rows = self.scheduler.rows.pool.rows
+        rows, model = self.scheduler.rows.pool.rows, self.engine.model
         ids = [session.id for wanted, session in self.submitted if wanted.fault == "scores"]
-        target().broken = frozenset(rows[name].extent.start for name in ids if name in rows)
+        model.broken = frozenset(rows[name].extent.start for name in ids if name in rows)
         try:
             self.engine._loop.step()
         finally:
-            target().broken = frozenset()
+            model.broken = frozenset()
         self.steps += 1
         self.check_pages()
 

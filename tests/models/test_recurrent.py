@@ -15,6 +15,7 @@ from draftproof.models.cpu_linear import pack, packable
 from draftproof.models.hybrid import NO_TREES, PIECE, HybridCache, HybridModel
 from draftproof.models.interface import Cache, Model
 from draftproof.models.loading import as_model
+from draftproof.models.pooled_slots import PooledSlots
 from draftproof.models.rows import Reading, open_rows
 from models.hybrid_families import IGNORES_STATE, QUICK, SERVED, V, hybrid
 from models.test_scans import FAULTS
@@ -86,6 +87,14 @@ def worst_of(rows):
 @families
 def test_rows_that_keep_different_numbers_of_tokens_equal_a_plain_forward(name):
     assert worst_of(Ragged(name, prepared=False)) < TOLERANCE
+
+
+@families
+def test_rows_in_a_pool_equal_a_plain_forward(name):
+    rows = Ragged(name)
+    rows.cache = rows.served._probed_cache(4)
+    assert (rows.served.pool_refusal is None) == isinstance(rows.cache.slots, PooledSlots) == (name != "mamba2")
+    assert worst_of(rows) < TOLERANCE
 
 
 def forget_to_restore(cache):
@@ -264,7 +273,7 @@ def test_prompts_are_read_in_runs_of_equal_length_and_in_pieces():
             widths.append(tuple(tokens.shape))
             return super().__call__(tokens, cache, **options)
 
-    rows = open_rows(Watched(), 0)
+    rows = open_rows(Watched(), 20)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(V, (n,), generator=generator).tolist() for n in (PIECE + 3, 2, PIECE + 3, 0)]
     for row in range(4):

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from draftproof.engine.request import Session
 from draftproof.models.extents import PAGE
-from draftproof.models.rows import PooledRows
+from draftproof.models.rows import Rows
 
 MOST_IDLE: Final = 256
 """Idle prefixes that are kept: a new prompt is compared with each of them."""
@@ -52,14 +52,15 @@ class PrefixCache:
         """Remove the prefix that was used least recently; return its row, or None if there is no prefix."""
         return self.idle.popitem(last=False)[0] if self.idle else None
 
-    def longest(self, session: Session, active: Sequence[Session], rows: PooledRows) -> Found | None:
+    def longest(self, session: Session, active: Sequence[Session], rows: Rows) -> Found | None:
         """Return the row that holds most of the prompt in whole chunks; None if none holds a chunk."""
         if len(session.request.prompt) - 2 < PAGE:
             return None
         held = [
             (row, prefix.tokens, len(prefix.tokens), prefix.whole_chunks) for row, prefix in reversed(self.idle.items())
         ]
-        held += [(s.id, s.tokens, rows.length(s.id), s.whole_chunks) for s in active if s is not session]
+        assert rows.pool is not None
+        held += [(s.id, s.tokens, rows.pool.rows[s.id].length, s.whole_chunks) for s in active if s is not session]
         best: Found | None = None
         for row, tokens, length, whole in held:
             usable = min(length, whole) if session.request.seeded else length
@@ -68,7 +69,7 @@ class PrefixCache:
                 best = Found(row, shared, whole)
         return best
 
-    def most_shared(self, session: Session, others: Sequence[Session], rows: PooledRows) -> int:
+    def most_shared(self, session: Session, others: Sequence[Session], rows: Rows) -> int:
         """Return how many tokens of the prompt, in whole chunks, one of these prompts begins with."""
         own = session.request.prompt
         if len(own) - 2 < PAGE:
@@ -77,7 +78,7 @@ class PrefixCache:
         return _whole(most, session, rows)
 
 
-def _whole(tokens: int, session: Session, rows: PooledRows) -> int:
+def _whole(tokens: int, session: Session, rows: Rows) -> int:
     """Round down to what a request may take over: whole chunks if it is seeded, otherwise whole pages."""
     return rows.chunk_around(tokens)[0] if session.request.seeded else tokens // PAGE * PAGE
 

@@ -25,7 +25,7 @@ from draftproof.models.cuda_graphs import launches
 from draftproof.models.extents import PAGE
 from draftproof.models.pool import PoolFull, pages_within
 from draftproof.models.prompt_chunks import ATTENTION_DOUBLES
-from draftproof.models.rows import PackedModel, PooledRows, Read, Reading, RectangularRows, open_rows
+from draftproof.models.rows import Read, Reading, Rows, open_rows, pooled_shapes
 from draftproof.rules import RULES, resolve
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Scheduler:
     """
 
     parts: Callable[[], Parts]
-    rows: PooledRows | RectangularRows
+    rows: Rows
     lengths: DraftLengths
     max_batch: int
     max_length: int | None
@@ -238,12 +238,13 @@ class Scheduler:
 
     def submit(self, sessions: Iterable[Session]) -> None:
         """Queue requests. One that could never fit into the pool fails at once."""
+        pool = self.rows.pool
         for session in sessions:
-            if isinstance(self.rows, PooledRows) and self._most_tokens(session) > self.rows.tokens:
+            if pool is not None and self._most_tokens(session) > pool.tokens:
                 session.finish_reason = "error"
                 session.error = (
                     f"request {session.id} may need {self._most_tokens(session)} tokens in the KV pool, which holds "
-                    f"{self.rows.tokens}: ask for fewer max_tokens, or give the engine a larger kv_memory"
+                    f"{pool.tokens}: ask for fewer max_tokens, or give the engine a larger kv_memory"
                 )
             else:
                 self.waiting.append(session)
@@ -273,10 +274,11 @@ class Scheduler:
 
     def _rest(self, session: Session, state: DrafterState) -> None:
         """Keep a row as an idle prefix, without the room after its text."""
-        assert isinstance(self.rows, PooledRows)
-        length = min(self.rows.length(session.id), len(session.tokens))
+        pool = self.rows.pool
+        assert pool is not None
+        length = min(pool.rows[session.id].length, len(session.tokens))
         self.rows.truncate([session.id], [length])
-        self.rows.pool.trim(session.id)
+        pool.trim(session.id)
         state.rest(session.id)
         self.prefixes.add(session, length)
 
@@ -286,8 +288,8 @@ class Scheduler:
             pass
 
     def _can_stay(self, session: Session) -> bool:
-        pooled = isinstance(self.rows, PooledRows) and self.reuse_prefixes
-        return pooled and session.finish_reason != "error" and session.request.source is None and session.read >= PAGE
+        shared = self.rows.shares_prefixes and self.reuse_prefixes
+        return shared and session.finish_reason != "error" and session.request.source is None and session.read >= PAGE
 
     def _most_tokens(self, session: Session) -> int:
         """Return the tokens that a request may hold at once: its text, and the widest draft after it."""
@@ -296,13 +298,14 @@ class Scheduler:
 
     def _admit(self, parts: Parts) -> None:
         while self.waiting and len(self.reading) + len(self.running) < self.max_batch:
-            session = self.waiting[0]
+            session, comes_back = self.waiting[0], self.waiting[0].saved is not None
             if not self._enter(session, parts):
                 return  # first come, first served: nobody overtakes
             self.waiting.popleft()
             if session.stats.rounds == 0 and session.read == 0:
                 session.stats.queue_seconds = time.perf_counter() - session.created
-            if session.read < len(session.request.prompt) - 1 or isinstance(self.rows, RectangularRows):
+            is_new_and_whole = self.rows.chunk is None and not comes_back
+            if session.read < len(session.request.prompt) - 1 or is_new_and_whole:
                 self.reading.append(session)
             else:
                 self.running.append(session)
@@ -313,7 +316,7 @@ class Scheduler:
         while True:
             try:
                 if session.saved is not None:
-                    self.rows.restore(session.id, session.saved)  # type: ignore[union-attr]
+                    self.rows.restore(session.id, session.saved)
                     session.saved = None
                 else:
                     self.rows.enter(session.id, reserved, session.request.source)
@@ -326,13 +329,13 @@ class Scheduler:
 
     def _longest_prefix(self, session: Session) -> Found | None:
         """Find the row that holds most of a prompt; None if there is none, or if the prompt is read in full."""
-        if not self.reuse_prefixes or _scores_prompt(session) or not isinstance(self.rows, PooledRows):
+        if not self.reuse_prefixes or _scores_prompt(session) or not self.rows.shares_prefixes:
             return None
         return self.prefixes.longest(session, [*self.running, *self.reading], self.rows)
 
     def _reuse(self, session: Session, found: Found, parts: Parts) -> None:
         """Take over a prefix of the prompt that another row holds, when the first chunk is to be read."""
-        assert isinstance(self.rows, PooledRows)
+        assert self.rows.pool is not None
         if session.request.drafter and not DrafterState(parts.drafter).adopt(session, found.holder, found.length):
             return
         self.rows.pool.share(found.holder, session.id, found.length)
@@ -385,7 +388,6 @@ class Scheduler:
 
     def _preempt(self, session: Session, parts: Parts) -> None:
         """Take a row out of the pool; it is the next to come back."""
-        assert isinstance(self.rows, PooledRows)
         session.saved = self.rows.save(session.id)
         session.stats.preemptions += 1
         DrafterState(parts.drafter).suspend(session.id)
@@ -419,10 +421,10 @@ class Scheduler:
         Chunks end at fixed positions, so that a chunk's keys and values depend on its tokens alone. The first is always
         read, others if there is time: a token takes longer the more there are before it.
         """
-        if not isinstance(self.rows, PooledRows):
+        if self.rows.chunk is None:
             return []
         chunks: list[tuple[Session, Reading]] = []
-        budget: float = self._prefill_budget(self.rows.chunk or PAGE)
+        budget: float = self._prefill_budget(self.rows.chunk)
         for session in self.reading:
             if budget <= 0:
                 break
@@ -445,9 +447,8 @@ class Scheduler:
 
     def _gains_by_waiting(self, session: Session, found: Found | None, chunks: list[tuple[Session, Reading]]) -> bool:
         """Return whether chunks that are read in this round hold more of a prompt than any row does now."""
-        if not self.reuse_prefixes or _scores_prompt(session):
+        if not self.reuse_prefixes or _scores_prompt(session) or not self.rows.shares_prefixes:
             return False
-        assert isinstance(self.rows, PooledRows)
         most = self.prefixes.most_shared(session, [s for s, _ in chunks], self.rows)
         return most > (0 if found is None else found.length)
 
@@ -465,7 +466,7 @@ class Scheduler:
         return max(size * min(CHUNKS_ALONE, len(self.reading)), PREFILL_PER_ROW * len(self.running))
 
     def _is_whole_chunk(self, start: int, tokens: int) -> bool:
-        return isinstance(self.rows, PooledRows) and self.rows.chunk_around(start) == (start, start + tokens)
+        return self.rows.chunk_around(start) == (start, start + tokens)
 
     def _record_reading(
         self, reading: list[tuple[Session, Reading]], read: list[Read], parts: Parts, clock: Clock
@@ -562,9 +563,9 @@ def scheduler_for(
     """Make a scheduler, and allocate the pools of target and drafter within the memory that they may take."""
     model, drafter = parts().model, parts().drafter
     pages = 0
-    if isinstance(model, PackedModel) and model.packing_refusal is None:
+    if shapes := pooled_shapes(model):
         own = 2 * drafter.kv_bytes() if isinstance(drafter, CachingDrafter) else 0
-        bytes_per_token = sum(shape.bytes for shape in model.kv_shapes()) + own
+        bytes_per_token = sum(shape.bytes for shape in shapes) + own
         pages = pages_within(limits.kv_memory, bytes_per_token, limits.max_batch, max_length, model.device)
     if isinstance(drafter, CachingDrafter):
         # Twice the pages, and two for each row: a draft ends after its text, and runs must be found at once.
@@ -584,8 +585,8 @@ def scheduler_for(
     )
 
 
-def _device_rounds(rows: object, max_batch: int, max_length: int | None) -> "DeviceRounds | None":
-    if not isinstance(rows, PooledRows) or is_cpu(rows.pool.device):
+def _device_rounds(rows: Rows, max_batch: int, max_length: int | None) -> "DeviceRounds | None":
+    if rows.pool is None or is_cpu(rows.pool.device):
         return None
     from draftproof.engine.device_round import DeviceRounds
     from draftproof.models.device_rows import DeviceRows

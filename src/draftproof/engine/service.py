@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from draftproof.core.sampling import SamplingParams, is_whole
 from draftproof.engine.request import Chunk, Output, Session, TokenLogprobs, raise_error
-from draftproof.models.rows import PooledRows
 from draftproof.models.tokenizer import OnePrompt
 
 if TYPE_CHECKING:
@@ -254,17 +253,15 @@ class Service:
     @property
     def max_length(self) -> int | None:
         """Return the most tokens of one text, prompt counted: what the model and the pool have room for."""
-        rows = self._loop.scheduler.rows
-        limits = [self.engine._max_length, rows.tokens if isinstance(rows, PooledRows) else None]
+        pool = self._loop.scheduler.rows.pool
+        limits = [self.engine._max_length, None if pool is None else pool.tokens]
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def kv_usage(self) -> float:
-        """Return the share of the KV pool that rows and idle prefixes take; 0 where passes are not packed."""
-        rows = self._loop.scheduler.rows
-        if not isinstance(rows, PooledRows):
-            return 0.0
-        return 1 - rows.pool.extents.free_pages / rows.pool.pages
+        """Return the share of the KV pool that rows and idle prefixes take; 0 where there is no pool."""
+        pool = self._loop.scheduler.rows.pool
+        return 0.0 if pool is None else 1 - pool.extents.free_pages / pool.pages
 
     def close(self) -> None:
         """Cancel what runs, and end the thread."""

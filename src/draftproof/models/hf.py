@@ -34,7 +34,7 @@ from draftproof.models.device_pass import DevicePass, DevicePool
 from draftproof.models.fused import Fusion, fuse
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import View, additive_mask, chain_view, take_over_alibi, tree_view
-from draftproof.models.packed import PackedPass, Span, check_layers, check_pass, running
+from draftproof.models.packed import PackedPass, Span, attending, check_layers, check_pass
 from draftproof.models.pool import LayerShape
 from draftproof.models.probe import needs_probe, probe
 from draftproof.models.slot_pass import over_slots
@@ -265,16 +265,13 @@ class HFModel:
             logits_to_keep=scored,
             return_dict=True,
         )
-        token = running.set(this)
-        try:
+        with attending(this):
             if not layers:
                 return (run().logits,)
             if self._states is not None:
                 return self._states.collect(layers, lambda: run().logits)
             out = run(output_hidden_states=True)
             return (out.logits, *(out.hidden_states[layer] for layer in layers))
-        finally:
-            running.reset(token)
 
     def _logits_and_states(
         self,

@@ -1,13 +1,14 @@
 """Serve models with recurrent layers, alone or beside attention: Qwen3.5, LFM2, Falcon-H1, Mamba-2 and others.
 
-Attention layers keep their tokens in a slot cache. Recurrent layers are rolled back by replay (recurrent.py). Padding
-is never kept, so it leaves no trace in a state; prompts are read in runs of equal length, where nothing is replayed.
+Attention layers keep their tokens in a KV pool (pooled_slots.py), or in a slot cache where `pool_refusal` says why.
+Recurrent layers are rolled back (recurrent.py); every row has states of its own, copied when rows come and go. Padding
+is never kept, so it leaves no trace in a state; prompts are read in runs of equal length, where nothing is rolled back.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -16,8 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from draftproof.core.device import to_device
-from draftproof.models.attention import steady_attention
+from draftproof.core.device import is_cpu, to_device
+from draftproof.models.attention import ATTENTION_NAME, register, steady_attention
 from draftproof.models.cache import SlotCache, SlotLayer, outside_inference_mode
 from draftproof.models.compatibility import (
     decoder_config,
@@ -29,7 +30,9 @@ from draftproof.models.compatibility import (
 from draftproof.models.hf import LayerStates
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import additive_mask, chain_view
-from draftproof.models.packed import check_layers, check_pass
+from draftproof.models.packed import attending, check_layers, check_pass
+from draftproof.models.pool import KVPool, LayerShape, SavedRow
+from draftproof.models.pooled_slots import OneTokenPass, PooledLayer, PooledSlots, written_shape
 from draftproof.models.probe import attempt, probe_causality, probe_recurrence
 from draftproof.models.recurrent import (
     Call,
@@ -71,6 +74,14 @@ class SlotStateLayer(SlotLayer, StateLayer):
         StateLayer.__init__(self, states)
 
 
+class PooledStateLayer(PooledLayer, StateLayer):
+    """Keys and values in a pool beside recurrent states, for layers that have attention and a mixer side by side."""
+
+    def __init__(self, keys: Tensor, values: Tensor, states: States) -> None:
+        PooledLayer.__init__(self, keys, values)
+        StateLayer.__init__(self, states)
+
+
 class HybridCache:
     """The keys, values and recurrent states of a model's rows.
 
@@ -78,7 +89,13 @@ class HybridCache:
     be called for some rows after others.
     """
 
-    def __init__(self, kinds: Sequence[Any], mixers: Sequence[Mixer], slots: SlotCache, states: Mapping[int, States]):
+    def __init__(
+        self,
+        kinds: Sequence[Any],
+        mixers: Sequence[Mixer],
+        slots: SlotCache | PooledSlots,
+        states: Mapping[int, States],
+    ) -> None:
         self.slots = slots
         self._kinds, self._mixers = kinds, mixers
         self._before: dict[int, States] | None = None
@@ -91,7 +108,7 @@ class HybridCache:
         self.past = TransformersCache(layers=self._make_layers(states))
 
     def _make_layers(self, states: Mapping[int, States]) -> list[Any]:
-        """Return a layer for each of the model's, and let those with keys and values share the slot cache's."""
+        """Return a layer for each of the model's; those with keys and values are those of the slots."""
         layers: list[Any] = []
         attending = 0
         for index, kind in enumerate(self._kinds):
@@ -99,10 +116,7 @@ class HybridCache:
             if index not in states:
                 layers.append(self.slots.layers[attending] if attends else LinearAttentionLayer())
             elif attends:
-                both, old = SlotStateLayer(self.slots, states[index]), self.slots.layers[attending]
-                both.keys, both.values, both.is_initialized = old.keys, old.values, old.is_initialized
-                self.slots.layers[attending] = both
-                layers.append(both)
+                layers.append(_beside(self.slots, attending, states[index]))
             else:
                 layers.append(StateLayer(states[index]))
             attending += attends
@@ -138,6 +152,12 @@ class HybridCache:
         states = {i: {key: state[index] for key, state in layer.states.items()} for i, layer in self.layers.items()}
         return HybridCache(self._kinds, self._mixers, self.slots.take(rows), states)
 
+    def with_slots(self, slots: PooledSlots) -> "HybridCache":
+        """Return the same states beside other keys and values."""
+        self.settle()
+        states = {index: layer.states for index, layer in self.layers.items()}
+        return HybridCache(self._kinds, self._mixers, slots, states)
+
     def join(self, other: Cache) -> "HybridCache":
         """Return a cache of these rows followed by the rows of `other`."""
         if not isinstance(other, HybridCache):
@@ -148,7 +168,8 @@ class HybridCache:
             i: {key: torch.cat([state, other.layers[i].states[key]]) for key, state in layer.states.items()}
             for i, layer in self.layers.items()
         }
-        return HybridCache(self._kinds, self._mixers, self.slots.join(other.slots), states)
+        slots: Any = self.slots  # of the same kind as the other's, or it refuses to join
+        return HybridCache(self._kinds, self._mixers, slots.join(other.slots), states)
 
     def start_pass(self, width: int, limit: int | None) -> dict[int, Call]:
         """Undo what was not kept, make room for `width` tokens in every row, and return where calls are recorded."""
@@ -237,6 +258,17 @@ class HybridCache:
         return {index for index in self.layers if same_states(found[1][index], found[0][index])}
 
 
+def _beside(slots: SlotCache | PooledSlots, index: int, states: States) -> StateLayer:
+    """Return a layer with recurrent states beside the keys and values of a layer of the slots, in its place."""
+    old = slots.layers[index]
+    if isinstance(slots, PooledSlots):
+        pooled = slots.layers[index] = PooledStateLayer(old.keys, old.values, states)
+        return pooled
+    both = slots.layers[index] = SlotStateLayer(slots, states)
+    both.keys, both.values, both.is_initialized = old.keys, old.values, old.is_initialized
+    return both
+
+
 def settled_states(cache: Cache) -> list[Tensor]:
     """Return the recurrent states of a cache after the tokens that were kept."""
     assert isinstance(cache, HybridCache)
@@ -265,9 +297,12 @@ class HybridModel:
         accepted = signature(self._net.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"
         self._mixers = attempt(model, self._found_mixers)
+        self._shapes: tuple[LayerShape, ...] = ()
+        self._pool_refusal = self._prepare_pool()
         attempt(model, self._avoid_replays)
-        probe_causality(self, model, self.new_cache)
-        probe_recurrence(self, model, self._cache_of_made_up_states, settled_states)
+        probe_causality(self, model, self._probed_cache)
+        new_caches = [self.new_cache] if self._pool_refusal is not None else [self.new_cache, self._probed_cache]
+        probe_recurrence(self, model, new_caches, self._cache_of_made_up_states, settled_states)
 
     @property
     def vocab_size(self) -> int:
@@ -281,10 +316,61 @@ class HybridModel:
     def device(self) -> torch.device:
         return torch.device(self._net.device)
 
+    @property
+    def pool_refusal(self) -> str | None:
+        """Return why keys and values are not kept in a pool; None if they are."""
+        return self._pool_refusal
+
+    def kv_shapes(self) -> tuple[LayerShape, ...]:
+        """Return the sizes of the keys and values in a pool, for each attention layer; none without a pool."""
+        return self._shapes
+
     def new_cache(self, rows: int, capacity: int = 0) -> HybridCache:
-        slots = SlotCache(self._attending, rows, capacity, self.device)
+        return self.empty_cache(SlotCache(self._attending, rows, capacity, self.device), rows)
+
+    def empty_cache(self, slots: SlotCache | PooledSlots, rows: int) -> HybridCache:
+        """Return a cache of new rows whose keys and values will be in these slots."""
         states = {mixer.layer: mixer.zeros(rows) for mixer in self._mixers}
         return HybridCache(self._kinds, self._mixers, slots, states)
+
+    def _prepare_pool(self) -> str | None:
+        """Let attention layers read a pool, and learn its shapes; return why not, and change nothing then.
+
+        Attention is a function of ours, so a model must look its attention up by name. Whether it does is seen in a
+        pass over one token, in which every layer that keeps keys must ask our function once.
+        """
+        if not self._attending:
+            return "the model has no attention layers"
+        if not is_cpu(self.device):
+            return f"on {self.device.type} passes over a pool do not serve mixers yet"
+        before = self._config._attn_implementation
+        register()
+        try:
+            self._net.set_attn_implementation(ATTENTION_NAME)
+            cache, asked = self.new_cache(1), OneTokenPass()
+            with attending(asked):
+                self(torch.zeros((1, 1), dtype=torch.long), cache)
+            keeping = sum(layer.is_initialized for layer in cache.slots.layers)
+            if asked.layers == keeping:
+                self._shapes = tuple(written_shape(layer) for layer in cache.slots.layers)
+                return None
+            reason = f"of {keeping} layers with keys and values, {asked.layers} use transformers' attention interface"
+        except Exception as error:  # attention that is not looked up by name may be anything
+            reason = f"its attention is not transformers' ({type(error).__name__}: {error})"
+        self._net.set_attn_implementation(before)
+        return reason
+
+    def _probed_cache(self, rows: int) -> HybridCache:
+        return self.empty_cache(self._probed_slots(rows), rows)
+
+    def _probed_slots(self, rows: int) -> SlotCache | PooledSlots:
+        """Return the slots of new rows as an engine has them: where there is a pool, in one with a page for each."""
+        if self._pool_refusal is not None:
+            return SlotCache(self._attending, rows, 0, self.device)
+        pool = KVPool(self._shapes, rows, self.device)
+        for row in range(rows):
+            pool.enter(row, 1)
+        return PooledSlots(pool, list(pool.rows.values()))
 
     def _cache_of_made_up_states(self, rows: int) -> HybridCache:
         """Return empty rows whose recurrent states are random numbers, always the same."""
@@ -295,10 +381,10 @@ class HybridModel:
             }
             for mixer in self._mixers
         }
-        return HybridCache(self._kinds, self._mixers, SlotCache(self._attending, rows, 0, self.device), states)
+        return HybridCache(self._kinds, self._mixers, self._probed_slots(rows), states)
 
-    def open_rows(self) -> "HybridRows":
-        return HybridRows(self)
+    def open_rows(self, pages: int) -> "HybridRows":
+        return HybridRows(self) if self._pool_refusal is not None else PooledHybridRows(self, pages)
 
     def __call__(
         self,
@@ -328,16 +414,28 @@ class HybridModel:
     ) -> tuple[Tensor, ...]:
         """Return the logits, then the states after these layers."""
         run = partial(self._run, cache.past, input_ids=tokens, logits_to_keep=scored)
-        if self._attending:
+        if not self._attending:
+            return self._collected(run, layers)
+        if isinstance(cache.slots, SlotCache):
             view = chain_view(cache.slots.place(cache.lengths), cache.slots.reach)
-            positions, visible = view.positions, view.visible[:, None]
             eager = self._config._attn_implementation == "eager"
-            run = partial(
-                run,
-                # Four dimensions: transformers passes such a mask to attention as it is, and none to the mixers.
-                attention_mask=additive_mask(visible, self._net.dtype) if eager else visible,
-                position_ids=positions if self._max_length is None else positions.clamp(max=self._max_length - 1),
-            )
+            # Four dimensions: transformers passes such a mask to attention as it is, and none to the mixers.
+            mask = additive_mask(view.visible[:, None], self._net.dtype) if eager else view.visible[:, None]
+            run = partial(run, attention_mask=mask, position_ids=self._clamped(view.positions))
+            return self._collected(run, layers)
+        this = cache.slots.rectangle(tokens)
+        (mask,) = this.packed.placeholders().values()
+        positions = cache.lengths[:, None] + torch.arange(tokens.shape[1])
+        with attending(this):
+            run = partial(run, attention_mask=mask, position_ids=self._clamped(positions))
+            return self._collected(run, layers)
+
+    def _clamped(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+        """Clamp positions to the model's last one: padding may lie past it."""
+        return positions if self._max_length is None else positions.clamp(max=self._max_length - 1)
+
+    def _collected(self, run: Callable[..., Any], layers: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Run a pass; return its logits, then the states after these layers."""
         if not layers:
             return (run().logits,)
         if self._states is not None:
@@ -400,3 +498,47 @@ class HybridRows(RectangularRows):
         logits = torch.cat([piece.logits for piece in pieces], 1)
         hidden = [torch.cat(states, 1) for states in zip(*(piece.hidden for piece in pieces), strict=True)]
         return [Read(tuple(states[b] for states in hidden), logits[b]) for b in range(len(run))]
+
+
+class SavedHybrid(NamedTuple):
+    """A row that was taken out: its recurrent states, and its keys and values."""
+
+    states: HybridCache
+    kept: SavedRow
+
+
+class PooledHybridRows(HybridRows):
+    """Rows of a hybrid model with keys and values in a pool: only their states are copied when rows come and go."""
+
+    pool: KVPool
+
+    def __init__(self, model: HybridModel, pages: int) -> None:
+        super().__init__(model)
+        self._hybrid = model
+        self.pool = KVPool(model.kv_shapes(), pages, model.device)
+
+    def enter(self, row: int, tokens: int, source: Sequence[int] | None = None) -> None:
+        self.pool.enter(row, tokens)
+        super().enter(row, tokens, source)
+
+    def leave(self, row: int) -> None:
+        self.pool.leave(row)
+        super().leave(row)
+
+    def ensure(self, row: int, tokens: int) -> None:
+        self.pool.ensure(row, tokens)
+
+    def save(self, row: int) -> SavedHybrid:
+        return SavedHybrid(super().save(row), self.pool.save(row))
+
+    def restore(self, row: int, saved: SavedHybrid) -> None:
+        self.pool.restore(row, saved.kept)
+        super().restore(row, saved.states.with_slots(self._slots([row])))
+
+    def _new_cache(self, rows: Sequence[int], capacity: int) -> HybridCache:
+        for row in rows:
+            del self._entering[row]
+        return self._hybrid.empty_cache(self._slots(rows), len(rows))
+
+    def _slots(self, rows: Sequence[int]) -> PooledSlots:
+        return PooledSlots(self.pool, [self.pool.rows[row] for row in rows])

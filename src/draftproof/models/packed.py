@@ -5,13 +5,14 @@ bits do not depend on its neighbours.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -122,8 +123,9 @@ class PackedPass:
         return attend(self._divided[kind, group], query, keys, values, scaling, softcap, sinks)
 
 
+@runtime_checkable
 class PoolPass(Protocol):
-    """A pass whose rows lie in a KV pool: a `PackedPass`, or on a GPU a `DevicePass`."""
+    """A pass whose rows lie in a KV pool: a `PackedPass`, a `RectanglePass`, or on a GPU a `DevicePass`."""
 
     def attention(
         self,
@@ -139,7 +141,17 @@ class PoolPass(Protocol):
 
 
 running: ContextVar[PoolPass | None] = ContextVar("pass over a pool", default=None)
-"""The pass over a pool that this thread runs; None where passes are rectangular."""
+"""The pass over a pool that this thread runs; None where keys and values are in a slot cache."""
+
+
+@contextmanager
+def attending(this: PoolPass) -> Iterator[None]:
+    """Let a pass over a pool answer the attention layers within the context."""
+    token = running.set(this)
+    try:
+        yield
+    finally:
+        running.reset(token)
 
 
 def _positions(span: Span, device: torch.device) -> Int[Tensor, " T"]:

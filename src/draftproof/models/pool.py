@@ -73,6 +73,11 @@ class KVPool:
         self.values = [self._buffer(slots, s.heads, s.value_size, s.dtype) for s in self.shapes]
         self.extents = Extents(self.pages)
 
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens rows can hold together."""
+        return self.pages * PAGE
+
     def _buffer(self, slots: int, heads: int, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((slots, heads, size), dtype=dtype, device=self.device)
 

@@ -131,6 +131,7 @@ def probe_causality(served: Model, original: PreTrainedModel, new_cache: Callabl
 def probe_recurrence(
     served: Model,
     original: PreTrainedModel,
+    new_caches: Sequence[Callable[[int], Cache]],
     made_up: Callable[[int], Cache],
     states_of: Callable[[Cache], Sequence[Tensor]],
 ) -> None:
@@ -140,21 +141,26 @@ def probe_recurrence(
     logits of a plain forward. The same passes from made-up states must give the logits and states of passes over one
     token: after few tokens of a model with small weights, a state that is ignored would pass for rounding.
 
-    made_up    returns a cache of so many empty rows with large recurrent states, always the same
-    states_of  returns a cache's recurrent states after the tokens that were kept
+    new_caches  return a cache of so many empty rows, one for each kind of cache that is used
+    made_up     returns a cache of so many empty rows with large recurrent states, always the same
+    states_of   returns a cache's recurrent states after the tokens that were kept
     """
     generator = torch.Generator().manual_seed(0)
     B, T = len(ROLLBACKS[0][1]), sum(width for width, _ in ROLLBACKS)
     tokens = torch.randint(served.vocab_size, (B, T), generator=generator).to(served.device)
 
     def differences() -> tuple[float, float]:
-        logits, texts = _with_rollbacks(served, served.new_cache(B), tokens)
+        found = [_with_rollbacks(served, new_cache(B), tokens) for new_cache in new_caches]
+        texts = found[0][1]
         with torch.no_grad():
             plain = original(texts, use_cache=False).logits
         rolled, stepped = made_up(B), made_up(B)
         several, one = _with_rollbacks(served, rolled, tokens)[0], _token_by_token(served, stepped, texts)
         pairs = [(several, one), *zip(states_of(rolled), states_of(stepped), strict=True)]
-        return _largest_deviation(logits, plain), max(_mean_deviation(*pair) for pair in pairs)
+        return (
+            max(_largest_deviation(logits, plain) for logits, _ in found),
+            max(_mean_deviation(*pair) for pair in pairs),
+        )
 
     off, made_up_off = attempt(original, differences)
     limit = _rounding_limit(original)

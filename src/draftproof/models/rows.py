@@ -1,7 +1,8 @@
 """Rows that come and go: the cached texts of one model, scored together in every round.
 
 `PooledRows` packs the tokens of all rows into one pass over a KV pool. `RectangularRows` serves models that cannot be
-packed: it pads rows to one width, and copies its cache when rows enter or leave.
+packed: it pads rows to one width, and copies its cache when rows enter or leave. Rows of hybrid models are rectangular,
+and keep keys and values in a pool (hybrid.py).
 """
 
 from collections.abc import Sequence
@@ -63,10 +64,25 @@ class Scores(NamedTuple):
 
 @runtime_checkable
 class Rows(Protocol):
-    """The cached texts of a model, by name."""
+    """The cached texts of a model, by name. What not all kinds of rows can do is said by three properties."""
 
-    chunk: int | None
-    """Tokens of a prompt that are read at a time at most; None: a prompt is read as a whole."""
+    @property
+    def pool(self) -> KVPool | None:
+        """Return the pool of keys and values, whose pages may run out; None: memory grows as rows are written to."""
+
+    @property
+    def chunk(self) -> int | None:
+        """Return how many tokens of a prompt are read at a time at most, beside rows that decode.
+
+        None: a prompt is read as a whole, before the round in which its row decodes.
+        """
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Return whether a row can take over the first tokens of another one."""
+
+    def chunk_around(self, position: int) -> tuple[int, int]:
+        """Return where the chunk of a prompt that holds this position begins, and where the next one does."""
 
     def enter(self, row: int, tokens: int, source: Sequence[int] | None = None) -> None:
         """Add an empty row with room for this many tokens; `source` is an encoder's input."""
@@ -76,6 +92,12 @@ class Rows(Protocol):
 
     def ensure(self, row: int, tokens: int) -> None:
         """Make room for this many tokens in a row."""
+
+    def save(self, row: int) -> Any:
+        """Take a row out, and return a copy of it."""
+
+    def restore(self, row: int, saved: Any) -> None:
+        """Bring back a row that was saved."""
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Shorten rows to these lengths."""
@@ -125,44 +147,47 @@ class PackedModel(Protocol):
 class ModelWithRows(Protocol):
     """A model that brings rows of its own."""
 
-    def open_rows(self) -> "RectangularRows": ...
+    @property
+    def pool_refusal(self) -> str | None:
+        """Return why its keys and values are not in a pool; None if they are."""
+
+    def kv_shapes(self) -> tuple[LayerShape, ...]: ...
+
+    def open_rows(self, pages: int) -> "RectangularRows": ...
 
 
-def packs(model: object) -> bool:
-    """Return whether the passes of a model are packed."""
-    return isinstance(model, PackedModel) and model.packing_refusal is None
+def pooled_shapes(model: object) -> tuple[LayerShape, ...]:
+    """Return the sizes of the keys and values that a model keeps in a pool; none if it uses no pool."""
+    if isinstance(model, PackedModel):
+        return model.kv_shapes() if model.packing_refusal is None else ()
+    return model.kv_shapes() if isinstance(model, ModelWithRows) and model.pool_refusal is None else ()
 
 
 def open_rows(model: Model, pages: int) -> "PooledRows | RectangularRows":
-    """Return the rows of a model: over a pool of so many pages if its passes can be packed."""
+    """Return the rows of a model: over a pool of so many pages if it can use one."""
     if isinstance(model, PackedModel) and model.packing_refusal is None:
         if is_cpu(model.device):
             return PooledRows(model, pages)
         from draftproof.models.device_rows import DeviceRows
 
         return DeviceRows(model, pages)
-    return model.open_rows() if isinstance(model, ModelWithRows) else RectangularRows(model)
+    return model.open_rows(pages) if isinstance(model, ModelWithRows) else RectangularRows(model)
 
 
 class PooledRows:
     """Rows over a KV pool, scored in packed passes."""
 
     chunk: int | None = PAGE
+    shares_prefixes = True
 
     def __init__(self, model: PackedModel, pages: int, spare: int = 0) -> None:
         self._model = model
         self.pool = KVPool(model.kv_shapes(), pages, model.device, spare)
 
-    @property
-    def tokens(self) -> int:
-        """Return how many tokens the pool can hold."""
-        return self.pool.pages * PAGE
-
     def length(self, row: int) -> int:
         return self.pool.rows[row].length
 
     def chunk_around(self, position: int) -> tuple[int, int]:
-        """Return where the chunk of a prompt that holds this position begins and ends."""
         return chunk_around(position)
 
     def enter(self, row: int, tokens: int, source: Sequence[int] | None = None) -> None:
@@ -283,7 +308,9 @@ def _by_width(block: Block) -> list[tuple[int, list[int]]]:
 class RectangularRows:
     """Rows in one rectangular cache, which is copied when rows enter or leave."""
 
+    pool: KVPool | None = None
     chunk: int | None = None
+    shares_prefixes = False
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -291,6 +318,9 @@ class RectangularRows:
         self._rows: list[int] = []
         self._entering: dict[int, Sequence[int] | None] = {}
         self._left: set[int] = set()
+
+    def chunk_around(self, position: int) -> tuple[int, int]:
+        return 0, WHOLE
 
     def enter(self, row: int, tokens: int, source: Sequence[int] | None = None) -> None:
         self._entering[row] = source
@@ -301,6 +331,19 @@ class RectangularRows:
 
     def ensure(self, row: int, tokens: int) -> None:
         """Do nothing: a slot cache grows when it is written to."""
+
+    def save(self, row: int) -> Any:
+        cache = self._settled()
+        assert cache is not None
+        saved = cache.take([self._rows.index(row)])
+        self._left.add(row)
+        self._settled()  # at once: it may be back before the next pass
+        return saved
+
+    def restore(self, row: int, saved: Any) -> None:
+        cache = self._settled()
+        self._cache = saved if cache is None else cache.join(saved)
+        self._rows.append(row)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         cache = self._settled()
@@ -434,6 +477,9 @@ class RectangularRows:
         width = max(1, *map(len, texts)) if texts else 1
         return to_device([[*text, *[0] * (width - len(text))] for text in texts], self._model.device)
 
+
+WHOLE = 2**62
+"""Where the first chunk of a prompt ends that is read as a whole."""
 
 MAX_SCORED = 8
 """Tokens up to which a rectangular pass scores every position; above that the last token is read in a pass of its own,
