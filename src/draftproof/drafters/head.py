@@ -93,8 +93,9 @@ class HeadDrafter:
     def kv_bytes(self) -> int:
         """Return the bytes that a token takes in the head's pool; 0 for a head that has none."""
         network = self._head.head
-        pooled = isinstance(self._memory, HeadReader) and isinstance(network, PooledNetwork)
-        return sum(shape.bytes for shape in network.kv_shapes) if pooled else 0  # type: ignore[attr-defined]
+        if not isinstance(self._memory, HeadReader) or not isinstance(network, PooledNetwork):
+            return 0
+        return sum(shape.bytes for shape in network.kv_shapes)
 
     def open_pool(self, pages: int) -> None:
         if isinstance(self._memory, HeadReader):
@@ -137,7 +138,7 @@ class HeadDrafter:
     def device_places(self, contexts: Sequence[Context], tokens: Sequence[int]) -> list[tuple[int, int]] | None:
         """Bring rows up to date; return each one's first slot, and how many of its tokens have no entry: the last.
 
-        tokens  those that each row needs room for. None if there is no room
+        tokens  those that each row needs room for. None if there is no room, or if the target's states are not known
         """
         return self._pooled.places(contexts, tokens)
 
@@ -450,6 +451,8 @@ class HeadReader:
             if not self._enter(context, max(most - len(context.tokens), MAX_BATCHED)):
                 return None
         ready = [self._take(context) for context in contexts]
+        if any(len(context.tokens) > 1 and not is_ready for context, is_ready in zip(contexts, ready, strict=True)):
+            return None  # states are missing: the next round that the host follows makes up for them
         states = self._states_after(contexts, ready)
         last = [self._rows[name].last if is_ready else None for name, is_ready in zip(self._names, ready, strict=True)]
         from draftproof.drafters.device_head import Entering

@@ -33,7 +33,7 @@ class HeadRows:
 
     def __init__(self, head: FittedHead, pages: int) -> None:
         if not pools(head):
-            raise TypeError(f"a pool does not serve a {type(head.head).__name__} on {head.table.device.type}")
+            raise TypeError(f"a pool does not serve {type(head.head).__name__} on {head.table.device.type}")
         assert isinstance(head.head, PooledNetwork)
         self._head, self._network = head, head.head
         device = head.table.device
