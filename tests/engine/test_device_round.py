@@ -265,6 +265,25 @@ def test_preempted_rows_go_on_as_if_nothing_had_happened(graphs, rounds, monkeyp
     assert rounds["device"] > 20
 
 
+@pytest.mark.parametrize("case", budgeted(["block", "head"], ["head"]))
+def test_engines_that_share_a_drafter(graphs, case):
+    """Each engine opens a pool of another size for it; the rounds of both go on over the last one."""
+    rule, make = CASES[case]
+
+    def made(graphs):
+        drafter, found = make(), []
+        sizes = (2, 3)
+        engines = [
+            dp.load(llama(), drafter, rule=rule, num_draft_tokens=3, max_batch=rows, graphs=graphs) for rows in sizes
+        ]
+        for engine in (*engines, *engines):
+            outputs = engine.generate(PROMPTS[:2], MIXED[:2], max_tokens=12)
+            found.append([(output.tokens, output.stats.record) for output in outputs])
+        return found
+
+    assert made(True) == made(False)
+
+
 REFUSED = {
     "a tree": ("tree", lambda: HeadDrafter(on_target(6), branches=2), "a drafter with branches makes trees"),
     "two drafters": ("block", lambda: Switch(Suffix(), HeadDrafter(on_target(6)), enough=3), "Switch drafts on the"),

@@ -3,7 +3,7 @@
 The tokens and distributions are those of `ModelDrafter.propose`.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -46,6 +46,10 @@ class DrafterPart(Protocol):
 
     vocab: DraftVocab | None
     layers: tuple[int, ...]
+
+    def is_current(self) -> bool:
+        """Return whether the drafter still has the pool that this part uses: another engine may have opened its own."""
+        ...
 
     def load(self, samplings: Sequence[SamplingParams], seeds: Int[Tensor, " B"]) -> Hashable:
         """Copy to the device how rows are drawn for; return what a recording depends on besides its sizes."""
@@ -112,17 +116,29 @@ class DeviceDrafting:
     """A draft model's part of rounds that stay on the device, for up to `rows` rows.
 
     held        the draft model's rows
+    now_held    returns the rows that the drafter has now
     sizes       of the draft model's vocabulary and of the target's
     vocab, confidence   as in `ModelDrafter`
     """
 
     def __init__(
-        self, rows: int, held: DeviceRows, sizes: tuple[int, int], vocab: DraftVocab | None, confidence: float
+        self,
+        rows: int,
+        held: DeviceRows,
+        now_held: Callable[[], object],
+        sizes: tuple[int, int],
+        vocab: DraftVocab | None,
+        confidence: float,
     ) -> None:
         self._held, self.vocab, self._confidence = held, vocab, confidence
+        self._now_held = now_held
         self._R, self._V = sizes
         self.layers: tuple[int, ...] = ()
         self._draws = DeviceDraws(rows, held.pool.device)
+
+    def is_current(self) -> bool:
+        """See `DrafterPart`."""
+        return self._now_held() is self._held
 
     def load(self, samplings: Sequence[SamplingParams], seeds: Int[Tensor, " B"]) -> Hashable:
         """See `DrafterPart`."""

@@ -70,6 +70,10 @@ class HeadDrafting:
             torch.zeros(rows, dtype=torch.bool, device=device),
         )
 
+    def is_current(self) -> bool:
+        """See `DrafterPart`."""
+        return self._reader.pool is self._pool
+
     def load(self, samplings: Sequence[SamplingParams], seeds: Int[Tensor, " B"]) -> Hashable:
         """See `DrafterPart`."""
         return self._draws.load(samplings, seeds)

@@ -100,6 +100,7 @@ class DeviceRounds:
 
     def refusal(self, sessions: Sequence[Session], parts: Parts) -> str | None:
         """Return why a round of these rows needs the host between its stages; None if it does not."""
+        self._drafting_of(parts.drafter)
         key = ([session.id for session in sessions], parts)
         if self._checked is None or self._checked[0] != key:
             self._checked = key, self._found_refusal(sessions, parts)
@@ -133,7 +134,7 @@ class DeviceRounds:
 
     def _drafting_of(self, drafter: Any) -> DrafterPart | str | None:
         """Return a drafter's part of the rounds, or why it has none; None for plain decoding."""
-        if self._drafting is None or self._drafting[0] is not drafter:
+        if self._drafting is None or self._drafting[0] is not drafter or not _is_current(self._drafting[1]):
             make = getattr(drafter, "device_drafting", None)
             made = f"{type(drafter).__name__} drafts on the host" if make is None else make(self._table.shape[1])
             self._drafting = drafter, None if isinstance(drafter, NoDrafter) else made
@@ -336,6 +337,10 @@ class DeviceRounds:
             drawn = [_drafter(parts).device_sampling(sampling) for sampling in samplings]
             temperatures, traits = [sampling.temperature for sampling in drawn], self._part().load(drawn, seeds)
         self._traits = self._verification.load(samplings, temperatures, seeds), traits
+
+
+def _is_current(part: DrafterPart | str | None) -> bool:
+    return not isinstance(part, DrafterPart) or part.is_current()
 
 
 def _graph_cache(parts: Parts) -> GraphCache:
