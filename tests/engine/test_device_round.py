@@ -276,8 +276,9 @@ def test_engines_that_share_a_drafter(graphs, case):
         engines = [
             dp.load(llama(), drafter, rule=rule, num_draft_tokens=3, max_batch=rows, graphs=graphs) for rows in sizes
         ]
-        for engine in (*engines, *engines):
-            outputs = engine.generate(PROMPTS[:2], MIXED[:2], max_tokens=12)
+        for n, engine in enumerate((*engines, *engines)):  # each time about something else
+            prompts = [[(5 * token + n) % V for token in prompt] for prompt in PROMPTS[:2]]
+            outputs = engine.generate(prompts, MIXED[:2], max_tokens=12)
             found.append([(output.tokens, output.stats.record) for output in outputs])
         return found
 
