@@ -15,13 +15,14 @@ from draftproof.drafters.switch import Switch
 from draftproof.engine import scheduler as batches
 from draftproof.engine.device_round import DeviceRounds
 from draftproof.models.cuda_graphs import CapturedGraphs, GraphCache
+from draftproof.models.head.attach_published import fitted_eagle3
 from draftproof.models.head.network import FittedHead
 from draftproof.models.hf import HFModel
 from draftproof.rules.device_verify import DeviceVerification
 from engine.many_texts import sample_texts
 from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import PROMPT, V, llama, neighbour
-from engine.tiny_heads import IDS, trained
+from engine.tiny_heads import IDS, published, trained
 from g_test import g_test
 
 pytestmark = [
@@ -42,6 +43,7 @@ DRAFTERS = {
 }
 OF_TARGET = {
     "head": lambda model: HeadDrafter(FittedHead.on(trained(), torch.tensor(IDS[:6]), model)),
+    "published head": lambda model: HeadDrafter(fitted_eagle3(published(), model)),
     "suffix+head": lambda model: Switch(Suffix(), OF_TARGET["head"](model), enough=3),
 }
 EDITED = [S(repetition_penalty=1.2, seed=3), S(temperature=0.0, presence_penalty=0.3, seed=4), S(logit_bias={2: 1.0})]
@@ -258,9 +260,8 @@ The same rounds are examined with more texts without a GPU (test_device_round.py
 
 def sampled(rule, drafter="model"):
     """Sample texts whose first three tokens come from rounds that stay on the device."""
-    engine = dp.load(
-        llama.__wrapped__().cuda(), drafter_of(drafter, None), rule=rule, num_draft_tokens=3, max_batch=256
-    )
+    model = llama.__wrapped__().cuda()
+    engine = dp.load(model, drafter_of(drafter, model), rule=rule, num_draft_tokens=3, max_batch=256)
     return [sample_texts(engine, PROMPT, [sampling], TEXTS // len(LAW), length=3, budget=9) for sampling in LAW]
 
 
@@ -271,18 +272,20 @@ def p_values(found):
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_rounds_that_stay_on_the_device_give_the_target_s_distribution(rule, monkeypatch):
+@pytest.mark.parametrize("name", ["model", "head", "published head"])
+def test_rounds_that_stay_on_the_device_give_the_target_s_distribution(name, rule, monkeypatch):
     launched, launch = [], DeviceRounds.launch
     monkeypatch.setattr(DeviceRounds, "launch", lambda *args: launched.append(launch(*args)) or launched[-1])
     monkeypatch.setattr(batches, "advance", None)  # the host follows no round
-    found = sampled(rule)
+    found = sampled(rule, name)
     assert all(each.drafting_mattered for each in found)
     assert len(launched) > 100
     assert min(p_values(found)) > ALPHA
 
 
 @pytest.mark.statistical
-def test_a_draft_verified_with_another_temperature_is_found(monkeypatch):
+@pytest.mark.parametrize("name", ["model", "head"])
+def test_a_draft_verified_with_another_temperature_is_found(name, monkeypatch):
     """Control: verified as if it was drawn at half the temperature."""
     load = DeviceVerification.load
     monkeypatch.setattr(
@@ -290,15 +293,35 @@ def test_a_draft_verified_with_another_temperature_is_found(monkeypatch):
         "load",
         lambda self, samplings, drawn, seeds: load(self, samplings, [t / 2 for t in drawn], seeds),
     )
-    assert min(p_values(sampled("token"))) < ALPHA
+    assert min(p_values(sampled("token", name))) < ALPHA
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-@pytest.mark.parametrize("name", ["none", "model", "smaller vocabulary", "early exit"])
-def test_rounds_that_stay_on_the_device_give_the_texts_of_those_that_the_host_follows(name, rule):
-    samplings = [*MIXED, *FILTERED]
-    made = [
-        texts(llama.__wrapped__().cuda(), drafter_of(name, None), rule, samplings, 40, graphs=graphs)
-        for graphs in (True, False)
-    ]
+@pytest.mark.parametrize("name", ["none", "model", "smaller vocabulary", "early exit", "head", "published head"])
+def test_rounds_that_stay_on_the_device_give_the_texts_of_those_that_the_host_follows(name, rule, monkeypatch):
+    samplings, launched, launch = [*MIXED, *FILTERED], [], DeviceRounds.launch
+    monkeypatch.setattr(DeviceRounds, "launch", lambda *args: launched.append(launch(*args)) or launched[-1])
+    model = llama.__wrapped__().cuda()
+    made, on_device = [], []
+    for graphs in (True, False):
+        made.append(texts(model, drafter_of(name, model), rule, samplings, 40, graphs=graphs))
+        on_device.append(len(launched))
     assert made[0] == made[1]
+    assert on_device[0] > 8
+    assert on_device[1] == on_device[0]
+
+
+def test_a_head_s_rounds_go_to_the_host_and_back():
+    """A row with log-probabilities takes all rows along; the head goes on with what it had read on the device."""
+
+    def mixed(graphs):
+        model = llama.__wrapped__().cuda()
+        engine = dp.load(model, OF_TARGET["head"](model), rule="block", num_draft_tokens=3, graphs=graphs)
+        service = engine.service()
+        first = service.submit(list(PROMPT), MIXED[0], max_tokens=40)
+        second = service.submit(list(PROMPT), MIXED[2], max_tokens=6, logprobs=True)
+        results = [first.result().tokens, second.result().tokens]
+        service.close()
+        return results
+
+    assert mixed(True) == mixed(False)

@@ -13,14 +13,12 @@ import draftproof as dp
 from budget import budgeted
 from draftproof.core.sampling import SamplingParams, warp
 from draftproof.drafters.head import HeadDrafter
-from draftproof.models.head import file as headfile
 from draftproof.models.head.attach_published import fitted_eagle3
-from draftproof.models.head.export import export
 from engine.many_texts import sample_texts
 from engine.perfect_drafters import DOWN, TAPS, UP, WrongAtEveryDepth, acceptance, continued, eagle3_folder, target
 from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import PROMPT, V, llama
-from engine.tiny_heads import IDS, trained
+from engine.tiny_heads import published
 from g_test import g_test
 from models.numbered_weights import VOCABULARY
 from models.reference_checkpoints import written
@@ -85,16 +83,6 @@ def test_greedy_text_with_a_random_head_is_the_plain_one(name, rule, tmp_path):
 # ------------------------------------------------------------------------------------------------- the distribution
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """Return the folder of a head that was trained on the tiny target, and exported."""
-    folder = tmp_path_factory.mktemp("published")
-    meta = headfile.meta_for(llama(), IDS[:6], target="tiny", training={}, licence="")
-    headfile.save(folder / "head", trained(taps=(1,)), meta)
-    export(folder / "head", folder / "out", llama())
-    return folder / "out"
-
-
 def p_value(drafter, rule: str) -> float:
     slots = 5 if rule == "tree" else 3
     engine = dp.load(llama(), drafter, rule=rule, num_draft_tokens=slots, max_batch=500)
@@ -105,8 +93,8 @@ def p_value(drafter, rule: str) -> float:
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("rule", budgeted(["token", "block", "tree"], ["block", "tree"]))
-def test_texts_have_the_targets_distribution(published, rule):
-    assert p_value(f"eagle3:{published}", rule) > ALPHA
+def test_texts_have_the_targets_distribution(rule):
+    assert p_value(f"eagle3:{published()}", rule) > ALPHA
 
 
 class RawDistribution(HeadDrafter):
@@ -120,17 +108,17 @@ class RawDistribution(HeadDrafter):
 
 
 @pytest.mark.statistical
-def test_a_head_that_declares_another_distribution_is_caught(published):
-    assert p_value(RawDistribution(fitted_eagle3(published, llama())), "token") < ALPHA
+def test_a_head_that_declares_another_distribution_is_caught():
+    assert p_value(RawDistribution(fitted_eagle3(published(), llama())), "token") < ALPHA
 
 
-def test_the_coupled_rule_gives_the_plain_seeded_texts(published):
+def test_the_coupled_rule_gives_the_plain_seeded_texts():
     sampling = SamplingParams(temperature=0.8, seed=5)
     plain, drafted = (
         dp.load(llama(), drafter, rule="coupled", num_draft_tokens=4).generate(
             [list(PROMPT), [3]], sampling, max_tokens=24
         )
-        for drafter in (None, f"eagle3:{published}")
+        for drafter in (None, f"eagle3:{published()}")
     )
     assert [output.tokens for output in drafted] == [output.tokens for output in plain]
     assert sum(output.stats.accepted for output in drafted) > 0

@@ -1,10 +1,14 @@
 """A tiny draft head, trained on the tiny target for a second or two with fixed seeds."""
 
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from draftproof.models.head import file as headfile
+from draftproof.models.head.export import export
 from draftproof.models.head.network import FittedHead, Head, attend
 from draftproof.models.head.taps import embeddings, output_rows, shape_for
 from engine.tiny import V, llama
@@ -47,6 +51,22 @@ def _head_states(head: Head, tokens: Tensor, states: list[Tensor]) -> Tensor:
     q, k, v = head.heads(embeddings(llama())[tokens[:, 1:]], h, torch.arange(n)[None])
     causal = torch.ones((n, n), dtype=torch.bool).tril().expand(len(tokens), n, n)
     return head.out(head.rest(h, attend(q, k, v, causal)))
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory:
+    """Return a folder that is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="tiny-head-")
+
+
+@cache
+def published() -> Path:
+    """Return the folder of an EAGLE-3 head over 6 tokens: one that was trained here, and exported."""
+    folder = Path(_folder().name)
+    meta = headfile.meta_for(llama(), IDS[:6], target="tiny", training={}, licence="")
+    headfile.save(folder / "head", trained(taps=(1,)), meta)
+    export(folder / "head", folder / "out", llama())
+    return folder / "out"
 
 
 @cache

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import accumulate
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,10 +31,13 @@ from draftproof.drafters.switch import merged
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.extents import pages_for
 from draftproof.models.head.compiled import Chain, Choice
-from draftproof.models.head.network import FittedHead, Head, rounded
-from draftproof.models.head.rows import HeadRows
+from draftproof.models.head.network import FittedHead, PooledNetwork, rounded
+from draftproof.models.head.rows import HeadRows, pools
 from draftproof.models.int4_linear import runs_int4
 from draftproof.models.pool import PoolFull, SavedRow
+
+if TYPE_CHECKING:
+    from draftproof.drafters.device_head import Entering, HeadDrafting
 
 ROOM: Final = 32
 """Entries that a new row has room for after its text; it grows with it."""
@@ -84,14 +87,15 @@ class HeadDrafter:
         self._head, self._confidence, self._branches = head, confidence, branches
         self._greedy_confidence = FOUR_BIT_CONFIDENCE if runs_int4(head.rows) else GREEDY_CONFIDENCE
         self._memory: HeadReader | RectangularHeadReader = (
-            HeadReader(head, graphs=graphs)
-            if isinstance(head.head, Head)
-            else RectangularHeadReader(head, graphs=graphs)
+            HeadReader(head, graphs=graphs) if pools(head) else RectangularHeadReader(head, graphs=graphs)
         )
 
     def kv_bytes(self) -> int:
         """Return the bytes that a token takes in the head's pool; 0 for a head that has none."""
-        return self._head.head.kv_shape.bytes if isinstance(self._head.head, Head) else 0
+        network = self._head.head
+        if not isinstance(self._memory, HeadReader) or not isinstance(network, PooledNetwork):
+            return 0
+        return sum(shape.bytes for shape in network.kv_shapes)
 
     def open_pool(self, pages: int) -> None:
         if isinstance(self._memory, HeadReader):
@@ -114,6 +118,46 @@ class HeadDrafter:
     def forget(self, requests: Sequence[int]) -> None:
         if isinstance(self._memory, HeadReader):
             self._memory.drop(requests)
+
+    def device_drafting(self, rows: int) -> "HeadDrafting | str":
+        """Return this drafter's part of rounds that stay on the device, or why it has none."""
+        if not isinstance(self._memory, HeadReader):
+            return f"a cache of {type(self._head.head).__name__} is arranged by the host"
+        if self._branches > 1:
+            return "a drafter with branches makes trees"
+        if (refusal := self._memory.device_refusal()) is not None:
+            return refusal
+        from draftproof.drafters.device_head import HeadDrafting
+
+        return HeadDrafting(rows, self._memory, self._head, self._least(0.0, self._head.table.device))
+
+    def device_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return how tokens are drawn for a request."""
+        return sampling
+
+    def device_places(self, contexts: Sequence[Context], tokens: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Bring rows up to date; return each one's first slot, and how many of its tokens have no entry: the last.
+
+        tokens  those that each row needs room for. None if there is no room, or if the target's states are not known
+        """
+        return self._pooled.places(contexts, tokens)
+
+    def device_fits(self, request: int, tokens: int) -> bool:
+        """Return whether a request's row has room for so many tokens where it is."""
+        return self._pooled.fits(request, tokens)
+
+    def device_recorded(self, request: int, read: int) -> None:
+        """Note that a request's row has `read` entries."""
+        self._pooled.record_read(request, read)
+
+    def device_missed(self, context: Context, hidden: tuple[Float[Tensor, "n H"], ...]) -> None:
+        """Store the target's states from a text's last token on, at tokens that a round without a draft read."""
+        self._pooled.store(context, hidden)
+
+    @property
+    def _pooled(self) -> "HeadReader":
+        assert isinstance(self._memory, HeadReader)
+        return self._memory
 
     def propose(self, contexts: Sequence[Context], k: Sequence[int], rng: Philox) -> Draft:
         """Propose up to k[b] tokens for each row, or k[b] slots of a tree; see `Drafter`.
@@ -258,6 +302,9 @@ class HeadReader:
         self._names: list[int] = []
         """The requests of this round, in the contexts' order."""
         self._starts = self._base = torch.empty(0)
+        self._entering: Entering | None = None
+        self._after: dict[int, Tensor] = {}
+        """The head's states after the last tokens of rows that come from the device, until they are read on."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -267,6 +314,7 @@ class HeadReader:
         self._pool, self._is_managed = HeadRows(self._head, max(pages, pages_for(LEAST_TOKENS))), True
         self._rows.clear()
         self._saved.clear()
+        self._after.clear()
 
     @property
     def pool(self) -> HeadRows:
@@ -281,13 +329,16 @@ class HeadReader:
         many entries after their text.
         """
         self._names = [context.id for context in contexts]
+        self._after.clear()
         if not self._is_managed:
             self.drop([name for name in self._rows if name not in self._names])
         return [self._receive(context, room) for context in contexts]
 
     def _receive(self, context: Context, room: int) -> bool:
-        if not self._enter(context, room):
-            return False
+        return self._enter(context, room) and self._take(context)
+
+    def _take(self, context: Context) -> bool:
+        """Store the target's new hidden states; return whether all are known up to the token before the last."""
         row = self._rows[context.id]
         row.receive(context)
         has_state = bool(row.waiting) or bool(row.chunks) or row.last is not None
@@ -381,6 +432,82 @@ class HeadReader:
             reach, tokens, h, positions, self._starts, slots=inside[:, M - w :], visible=visible
         )
 
+    # ------------------------------------------------------------------------------- rounds that stay on the device
+
+    def device_refusal(self) -> str | None:
+        """Return why steps of this head cannot be a part of something that is recorded; None if they can."""
+        from draftproof.kernels.attention import MOST_SIZE
+
+        if self._graphs.refusal is not None:
+            return f"steps of the head are not recorded: {self._graphs.refusal}"
+        if max(keys.shape[2] for keys in self.pool.pool.keys) > MOST_SIZE:
+            return f"the kernels attend with up to {MOST_SIZE} numbers in a head"
+        return None
+
+    def places(self, contexts: Sequence[Context], tokens: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Bring rows up to date, and say where they are; see `HeadDrafter.device_places`."""
+        self._names = [context.id for context in contexts]
+        for context, most in zip(contexts, tokens, strict=True):
+            if not self._enter(context, max(most - len(context.tokens), MAX_BATCHED)):
+                return None
+        ready = [self._take(context) for context in contexts]
+        if any(len(context.tokens) > 1 and not is_ready for context, is_ready in zip(contexts, ready, strict=True)):
+            return None  # states are missing: the next round that the host follows makes up for them
+        states = self._states_after(contexts, ready)
+        last = [self._rows[name].last if is_ready else None for name, is_ready in zip(self._names, ready, strict=True)]
+        from draftproof.drafters.device_head import Entering
+
+        self._entering = Entering(
+            states,
+            torch.cat([torch.zeros_like(states[:1]) if each is None else each for each in last]),
+            to_device(ready, states.device, torch.bool),
+        )
+        rows = self.pool.pool.rows
+        return [(rows[name].extent.start, 1) for name in self._names]
+
+    def _states_after(self, contexts: Sequence[Context], ready: Sequence[bool]) -> Float[Tensor, "B H"]:
+        """Return the head's state after the last token of every context that is ready, reading what was not read."""
+        after = [self._after.pop(name, None) for name in self._names]
+        unread = [is_ready and state is None for is_ready, state in zip(ready, after, strict=True)]
+        made = self._head.table.new_zeros((len(contexts), self._head.table.shape[1]), dtype=torch.float32)
+        if any(unread):
+            made = self.catch_up(contexts, unread)
+        return torch.cat([one if state is None else state for one, state in zip(made.split(1), after, strict=True)])
+
+    def take_entering(self) -> "Entering":
+        """Return what is known of the rows that were given places last, in their order."""
+        entering, self._entering = self._entering, None
+        assert entering is not None
+        return entering
+
+    def take_back(self, requests: Sequence[int], states: Float[Tensor, "b H"], fused: Float[Tensor, "b H"]) -> None:
+        """Take over rows whose rounds the host did not follow: their last input may have to be read again."""
+        for name, state, last in zip(requests, states.split(1), fused.split(1), strict=True):
+            row = self._rows.get(name)
+            if row is not None and row.last is None and 0 < row.read == row.known:
+                row.last, self._after[name] = last, state
+
+    def fits(self, name: int, tokens: int) -> bool:
+        """Return whether a row has room for so many entries where it is."""
+        return name in self._rows and name not in self._saved and tokens <= self.pool.pool.rows[name].extent.slots
+
+    def record_read(self, name: int, read: int) -> None:
+        """Note how many entries a row has after a round that the host did not follow."""
+        row = self._rows.get(name)
+        if row is not None:
+            row.read = row.known = read
+            row.chunks, row.waiting, row.last = [], [], None
+
+    def store(self, context: Context, hidden: tuple[Float[Tensor, "n H"], ...]) -> None:
+        """Store the target's states from a text's last token on, at tokens that it does not have yet."""
+        self._after.pop(context.id, None)
+        if self._enter(context, MAX_BATCHED):
+            row, first = self._rows[context.id], len(context.tokens) - 1
+            row.receive(context)  # of a round that the host followed
+            row.add(hidden, first, first + len(hidden[0]))
+
+    # --------------------------------------------------------------------------------------------- prompts and pages
+
     def follow(self, context: Context) -> bool:
         """Take the target's states at the tokens of a prompt that it has just read; False if there is no room."""
         if not self._receive_prompt(context):
@@ -449,6 +576,7 @@ class HeadReader:
     def drop(self, names: Sequence[int]) -> None:
         """Forget the rows of these requests."""
         for name in names:
+            self._after.pop(name, None)
             if self._rows.pop(name, None) is not None and self._saved.pop(name, None) is None:
                 self.pool.pool.leave(name)
 

@@ -1,6 +1,7 @@
-"""Read published heads (EAGLE-3, MTP) over one rectangular cache, which is copied when rows come and go.
+"""Read published heads over one rectangular cache, which is copied when rows come and go: MTP, and EAGLE-3 on a CPU.
 
-Their layers bring caches of other shapes than the pool of `drafters/head.py`, which serves the heads trained here.
+Other heads have the pool of `drafters/head.py`. An MTP layer brings its own attention, which knows no pool, and packed
+passes on a CPU know the layer of the heads trained here only.
 """
 
 from collections.abc import Sequence

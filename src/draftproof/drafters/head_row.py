@@ -46,8 +46,10 @@ class HeadRow:
         outputs = context.target_outputs
         if outputs is None or not outputs.hidden:
             return
-        hidden, stop = outputs.hidden, min(outputs.stop, len(context.tokens) - 1)
-        first = outputs.stop - len(hidden[0])
+        self.add(outputs.hidden, outputs.stop - len(outputs.hidden[0]), min(outputs.stop, len(context.tokens) - 1))
+
+    def add(self, hidden: tuple[Tensor, ...], first: int, stop: int) -> None:
+        """Store those of the hidden states at positions from `first` on that are new, up to `stop`."""
         if stop <= self.known:
             return
         if first > self.known:

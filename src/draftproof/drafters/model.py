@@ -130,7 +130,8 @@ class ModelDrafter:
             return "a drafter with branches makes trees"
         from draftproof.drafters.device_draft import DeviceDrafting
 
-        return DeviceDrafting(rows, held, (self._model.vocab_size, self._V), self._vocab, self._confidence)
+        sizes = self._model.vocab_size, self._V
+        return DeviceDrafting(rows, held, lambda: self._reader.rows, sizes, self._vocab, self._confidence)
 
     def device_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """Return how tokens are drawn for a request."""

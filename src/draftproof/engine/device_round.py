@@ -17,7 +17,7 @@ from torch import Tensor
 from draftproof.core.device import AsyncCopy, Mark, to_device
 from draftproof.core.distribution import Distribution
 from draftproof.core.types import Draft
-from draftproof.drafters.device_draft import DeviceDrafting, Texts
+from draftproof.drafters.device_draft import DrafterPart, Texts
 from draftproof.engine.draft_length import DEPTHS
 from draftproof.engine.request import Session
 from draftproof.engine.round import Emitted, NoDrafter, Parts, rule_of
@@ -35,10 +35,10 @@ SERVED_BY_WIDER: Final = 64
 TARGET, DRAFT, LENGTH, LAST, PREVIOUS, BEHIND, END, MOST, LIMIT = range(9)
 """Lines of the table that rounds read and write, a column for each row.
 
-TARGET, DRAFT   first slot in the pool of the target and of the draft model
+TARGET, DRAFT   first slot in the pool of the target and of the drafter
 LENGTH          tokens of the text; the target has read all but the last
 LAST, PREVIOUS  its last token, and the one before
-BEHIND          tokens at its end that the draft model has not read
+BEHIND          tokens at its end that the drafter has not read; for a head that is always the last one
 END             the length at which it ends; 0 for an empty row, and after a fault
 MOST, LIMIT     the length up to which a draft may reach, and the draft tokens asked for
 """
@@ -51,12 +51,14 @@ class Flight:
 
     asked       draft tokens asked for, by request
     K           draft tokens that were drawn, a row
+    hidden      the target's states at the tokens that were read, for a head that was not there to read them
     is_typical  whether its time says something about later ones: nothing was recorded
     """
 
     sessions: list[Session]
     asked: dict[int, int]
     K: int
+    hidden: tuple[Tensor, ...]
     parts: Parts
     emitted: AsyncCopy
     marks: list[Mark]
@@ -81,7 +83,7 @@ class DeviceRounds:
     _asked: list[int] = field(default_factory=list)
     _table: Int[Tensor, "9 N"] = field(init=False)
     _verification: DeviceVerification = field(init=False)
-    _drafting: "tuple[object, DeviceDrafting | str | None] | None" = None
+    _drafting: tuple[object, DrafterPart | str | None] | None = None
     _traits: tuple[Hashable, Hashable] = ((), ())
     _graphs: CapturedGraphs = field(default_factory=CapturedGraphs)
     _recorded: dict[Hashable, RecordedStages] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class DeviceRounds:
 
     def refusal(self, sessions: Sequence[Session], parts: Parts) -> str | None:
         """Return why a round of these rows needs the host between its stages; None if it does not."""
+        self._drafting_of(parts.drafter)
         key = ([session.id for session in sessions], parts)
         if self._checked is None or self._checked[0] != key:
             self._checked = key, self._found_refusal(sessions, parts)
@@ -106,8 +109,8 @@ class DeviceRounds:
     def _found_refusal(self, sessions: Sequence[Session], parts: Parts) -> str | None:
         if parts.targets is not None:
             return "the target's distributions are made by another host"
-        if parts.features.layers or parts.features.top:
-            return f"{type(parts.drafter).__name__} reads the target's states"
+        if parts.features.top:
+            return f"{type(parts.drafter).__name__} reads the target's likeliest tokens"
         if any(s.request.allowed is not None for s in sessions):
             return "a grammar is asked for every token"
         if any(s.request.logprobs is not None for s in sessions):
@@ -129,9 +132,9 @@ class DeviceRounds:
         """Return the draft length to take instead of k where "auto" chose it: every length is a recording."""
         return max(length for length in DEPTHS if length <= k)
 
-    def _drafting_of(self, drafter: Any) -> "DeviceDrafting | str | None":
+    def _drafting_of(self, drafter: Any) -> DrafterPart | str | None:
         """Return a drafter's part of the rounds, or why it has none; None for plain decoding."""
-        if self._drafting is None or self._drafting[0] is not drafter:
+        if self._drafting is None or self._drafting[0] is not drafter or not _is_current(self._drafting[1]):
             make = getattr(drafter, "device_drafting", None)
             made = f"{type(drafter).__name__} drafts on the host" if make is None else make(self._table.shape[1])
             self._drafting = drafter, None if isinstance(drafter, NoDrafter) else made
@@ -145,7 +148,7 @@ class DeviceRounds:
     def can_follow(self, flight: Flight, sessions: Iterable[Session], lengths: Sequence[int], parts: Parts) -> bool:
         """Return whether a round can follow one whose results the host does not know: no row has to move for it."""
         if flight.parts != parts or (max(lengths) and not flight.K):
-            return False  # a draft model that has not followed reads on first
+            return False  # a drafter that has not followed reads on first
         for session in sessions:
             needed = self.needed(session)
             if not self.rows.fits(session.id, needed):
@@ -175,10 +178,11 @@ class DeviceRounds:
         device = self._table.device
         marks = [Mark(device)]
         widest = self._table[:1, :1].expand(B, K + 1)
-        (emitted,) = self._recorded[key].run(stages, widest, lambda: marks.append(Mark(device)))
+        emitted, *hidden = self._recorded[key].run(stages, widest, lambda: marks.append(Mark(device)))
         copy = AsyncCopy(emitted[: len(sessions)])
+        kept = tuple(states[: len(sessions)].clone() for states in hidden)  # the next round overwrites them
         by_request = {session.id: k for session, k in zip(sessions, asked, strict=True)}
-        return Flight(list(sessions), by_request, K, parts, copy, marks, launches.total() == before)
+        return Flight(list(sessions), by_request, K, kept, parts, copy, marks, launches.total() == before)
 
     def _recorded_near(self, K: int, B: int, rule: str) -> int:
         """Return the width of the recording that serves drafts of up to K tokens.
@@ -196,33 +200,38 @@ class DeviceRounds:
     def _draft(self, B: int, K: int, shared: bool) -> tuple[Tensor, ...]:
         """Draw the drafts of all rows that have not ended."""
         table = self._table[:, :B]
-        alive = table[LENGTH] < table[END]
-        texts = Texts(
-            table[DRAFT],
-            table[LENGTH],
-            torch.stack([table[PREVIOUS], table[LAST]], 1),
-            torch.where(alive, table[BEHIND], 0),
-        )
+        alive, texts = table[LENGTH] < table[END], self._texts(B)
         most = torch.minimum(table[LIMIT], table[MOST] - table[LENGTH]).clamp(0, K)
         draft = self._part().draft(K, texts, torch.where(alive, most, 0), self._traits[1], shared=shared)
         q = draft.q
         assert q is not None
         return draft.tokens, draft.lengths, q.logits, q.scale, q.cutoff, q.lse, q.point
 
+    def _texts(self, B: int) -> Texts:
+        table = self._table[:, :B]
+        behind = torch.where(table[LENGTH] < table[END], table[BEHIND], 0)
+        return Texts(table[DRAFT], table[LENGTH], torch.stack([table[PREVIOUS], table[LAST]], 1), behind)
+
     def _score(self, B: int, rule: str, *drafted: Tensor) -> tuple[Tensor, ...]:
-        """Score and verify the drafts, and write where the next round starts; return what the host is to know."""
+        """Score and verify the drafts, and write where the next round starts; return what the host is to know.
+
+        Where nothing was drafted, a head is not run: the states that it will want follow.
+        """
         table = self._table[:, :B]
         length, last, alive = table[LENGTH], table[LAST], table[LENGTH] < table[END]
-        draft = self._drafted(B, drafted)
+        draft, layers = self._drafted(B, drafted), self._layers()
         V = self.rows.vocab_size
         tokens = torch.cat([last[:, None], draft.tokens.clamp(0, V - 1)], 1)
         widths = torch.where(alive, draft.lengths + 1, 0)
-        logits = self.rows.launch(tokens, torch.stack([table[TARGET], length - 1, widths]))
-        verdict = self._verification.verify(logits, draft, length, rule, self._traits[0])
+        forward = self.rows.launch(tokens, torch.stack([table[TARGET], length - 1, widths]), layers=layers)
+        verdict = self._verification.verify(forward.logits, draft, length, rule, self._traits[0])
         fault = alive & (verdict.faults != 0)
         count = torch.where(alive & ~fault, verdict.accepted + 1, 0)
         behind = table[BEHIND] + count
-        if drafted:  # a draft model has not read the last token that it drew
+        if drafted and layers:
+            self._part().read(forward.hidden, verdict.tokens, self._texts(B), count)
+            behind = table[BEHIND]
+        elif drafted:  # a draft model has not read the last token that it drew
             whole = (draft.lengths > 0) & (verdict.accepted == draft.lengths)
             behind = torch.where(count > 0, 1 + whole.long(), table[BEHIND])
         emitted = torch.cat([verdict.tokens, torch.stack([count, draft.lengths, behind, fault.long()], 1)], 1)
@@ -232,7 +241,7 @@ class DeviceRounds:
         table[BEHIND].copy_(behind)
         table[LENGTH].add_(count)
         table[END].masked_fill_(fault, 0)
-        return (emitted,)
+        return (emitted,) if drafted else (emitted, *forward.hidden)
 
     def _drafted(self, B: int, drafted: tuple[Tensor, ...]) -> Draft:
         if not drafted:
@@ -241,9 +250,13 @@ class DeviceRounds:
         tokens, lengths, logits, scale, cutoff, lse, point = drafted
         return Draft(tokens, lengths, Distribution(logits, scale, cutoff, lse, point, self._part().vocab))
 
-    def _part(self) -> DeviceDrafting:
+    def _layers(self) -> tuple[int, ...]:
+        """Return the target's layers whose states the drafter of this round reads."""
+        return self._part().layers if self._traits[1] else ()
+
+    def _part(self) -> DrafterPart:
         assert self._drafting is not None
-        assert isinstance(self._drafting[1], DeviceDrafting)
+        assert isinstance(self._drafting[1], DrafterPart)
         return self._drafting[1]
 
     def land(self, flight: Flight, running: Iterable[Session]) -> tuple[list[tuple[Session, Emitted]], bool]:
@@ -253,7 +266,7 @@ class DeviceRounds:
         """
         still = {session.id for session in running}
         results, faulty = [], False
-        for session, row in zip(flight.sessions, flight.emitted.read().tolist(), strict=True):
+        for b, (session, row) in enumerate(zip(flight.sessions, flight.emitted.read().tolist(), strict=True)):
             if session.id not in still:
                 continue
             *tokens, count, drafted, behind, fault = row
@@ -261,12 +274,17 @@ class DeviceRounds:
             self.rows.keep([session.id], [count])
             if flight.K:
                 _drafter(flight.parts).device_recorded(session.id, len(session.tokens) + count - behind)
+            elif flight.hidden and count:
+                missed = tuple(states[b, :count] for states in flight.hidden)
+                _drafter(flight.parts).device_missed(session, missed)
             if count:
                 results.append((session, Emitted(tokens[:count], drafted, count - 1)))
         return results, faulty
 
     def clear(self) -> None:
         """Forget the rows: the next round starts from what the host knows."""
+        if self._seats and self._drafting is not None and isinstance(self._drafting[1], DrafterPart):
+            self._drafting[1].hand_back(self._seats)
         self._seats, self._asked = [], []
 
     # ----------------------------------------------------------------------------------------------- the table
@@ -295,6 +313,9 @@ class DeviceRounds:
         moved = self._table[:, lines[0].clamp_min(0)]
         self._table[:, :B].copy_(torch.where(lines[0] >= 0, moved, lines[1:]))
         self._table[LIMIT, :B].copy_(to_device(lengths + [0] * (B - len(lengths)), device))
+        if self._drafting is not None and isinstance(self._drafting[1], DrafterPart):
+            entering = [b for b, session in enumerate(sessions) if session.id in places and max(lengths)]
+            self._drafting[1].seat(lines[0], entering)
         self._load_samplings(sessions, B, parts)
         self._seats, self._asked = seats, lengths
         return True
@@ -316,6 +337,10 @@ class DeviceRounds:
             drawn = [_drafter(parts).device_sampling(sampling) for sampling in samplings]
             temperatures, traits = [sampling.temperature for sampling in drawn], self._part().load(drawn, seeds)
         self._traits = self._verification.load(samplings, temperatures, seeds), traits
+
+
+def _is_current(part: DrafterPart | str | None) -> bool:
+    return not isinstance(part, DrafterPart) or part.is_current()
 
 
 def _graph_cache(parts: Parts) -> GraphCache:

@@ -206,7 +206,8 @@ class Scheduler:
         failed: list[tuple[Session, Emitted]] = []
         if reading:
             with clock("prefill"):
-                read = self.rows.score([], reading=[chunk for _, chunk in reading]).read
+                layers, chunks = parts.features.layers, [chunk for _, chunk in reading]
+                read = self.rows.score([], layers=layers, reading=chunks).read
             failed = self._record_reading(reading, read, parts, clock)
         return [*self._land(landing, is_typical=not reading), *failed]
 

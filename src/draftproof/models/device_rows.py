@@ -77,11 +77,13 @@ class DeviceRows(PooledRows):
         return Forward(forward.logits[:b], tuple(states[:b] for states in forward.hidden))
 
     def launch(
-        self, tokens: Int[Tensor, "B T"], places: Int[Tensor, "3 B"], *, last: bool = False
-    ) -> Float[Tensor, "B J V"]:
+        self, tokens: Int[Tensor, "B T"], places: Int[Tensor, "3 B"], *, last: bool = False, layers: Sequence[int] = ()
+    ) -> Forward:
         """Run a pass whose rows and lengths only the device knows, as a part of something larger; see `DevicePass`."""
-        forward: Forward = self._run.device_pass(tokens, places, self._device_pool, last=last, recorded=False)
-        return forward.logits
+        forward: Forward = self._run.device_pass(
+            tokens, places, self._device_pool, last=last, layers=layers, recorded=False
+        )
+        return forward
 
     @property
     def vocab_size(self) -> int:

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from draftproof.models import pool
 from draftproof.models.head.layer import DecoderLayer, LayerShape
-from draftproof.models.head.network import HeadCache, attend
+from draftproof.models.head.network import HeadCache, LayerAttention, attend
 from draftproof.models.head.rotary import Rotary
 
 TAP_NORMS: Final = ("none", "each", "together")
@@ -60,6 +61,13 @@ class Eagle3(nn.Module):
     def taps(self) -> tuple[int, ...]:
         return self.shape.taps
 
+    @property
+    def kv_shapes(self) -> list[pool.LayerShape]:
+        """Return the sizes of each layer's keys and values."""
+        layer = self.shape.layer
+        shape = pool.LayerShape(layer.kv_heads, layer.head_dim, layer.head_dim, self.norm.weight.dtype)
+        return [shape] * self.shape.layers
+
     def new_cache(self, rows: int, capacity: int = 0) -> HeadCache:
         """Return a cache whose slots hold the keys and values of all layers, one layer's heads after another's."""
         layer, weight = self.shape.layer, self.norm.weight
@@ -92,12 +100,25 @@ class Eagle3(nn.Module):
         reach = int(slots.max()) + 1 if reach is None else reach
         if visible is None and slots.numel() > 1:
             visible = torch.arange(reach, device=slots.device) <= slots[:, :, None]
+
+        def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, *self._of_layer(cache, index).write(k, v, slots, reach), visible)
+
+        return self.over(embedded, h, positions, attention)
+
+    def over(
+        self,
+        embedded: Float[Tensor, "B n H"],
+        h: Float[Tensor, "B n H"],
+        positions: Int[Tensor, "B n"],
+        attention: LayerAttention,
+    ) -> Float[Tensor, "B n H"]:
+        """Compute the states at n positions of each row, with an attention that also writes keys and values."""
         for index, layer in enumerate(cast(Iterable[DecoderLayer], self.layers)):
             residual, x = (h, layer.input_layernorm(h)) if index else self._first_input(embedded, h)
             k, v = layer.self_attn.keys_values(x, positions, self.rotary)
-            keys, values = self._of_layer(cache, index).write(k, v, slots, reach)
-            attended = attend(layer.self_attn.queries(x, positions, self.rotary), keys, values, visible)
-            h = layer.rest(residual, attended)
+            q = layer.self_attn.queries(x, positions, self.rotary)
+            h = layer.rest(residual, attention(index, q, k, v))
         return self.norm(h) if self.shape.norm_output else h
 
     def out(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N H"]:

@@ -19,6 +19,9 @@ from draftproof.models.cuda_graphs import CapturedGraphs
 from draftproof.models.pool import LayerShape
 from draftproof.models.transformers_types import PreTrainedModel
 
+LayerAttention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attends, given a layer's number, queries, keys and values [B, heads, n, size]; it also writes the keys and values."""
+
 HEAD_BUCKET = 256
 """Slots: the buffers of a `HeadCache` grow by multiples of this."""
 
@@ -82,10 +85,10 @@ class Head(nn.Module):
         return self.shape.taps
 
     @property
-    def kv_shape(self) -> LayerShape:
-        """Return the sizes of its keys and values."""
+    def kv_shapes(self) -> list[LayerShape]:
+        """Return the sizes of each layer's keys and values; there is one layer."""
         size = self.shape.head_dim
-        return LayerShape(self.shape.kv_heads, size, size, self.norm.weight.dtype)
+        return [LayerShape(self.shape.kv_heads, size, size, self.norm.weight.dtype)]
 
     def new_cache(self, rows: int, capacity: int = 0) -> "HeadCache":
         weight = self.norm.weight
@@ -116,17 +119,19 @@ class Head(nn.Module):
         reach = int(slots.max()) + 1 if reach is None else reach
         if visible is None and slots.numel() > 1:
             visible = torch.arange(reach, device=slots.device) <= slots[:, :, None]
-        return self.over(embedded, h, positions, lambda q, k, v: attend(q, *cache.write(k, v, slots, reach), visible))
+        return self.over(
+            embedded, h, positions, lambda _, q, k, v: attend(q, *cache.write(k, v, slots, reach), visible)
+        )
 
     def over(
         self,
         embedded: Float[Tensor, "B n H"],
         h: Float[Tensor, "B n H"],
         positions: Int[Tensor, "B n"],
-        attention: Callable[[Tensor, Tensor, Tensor], Float[Tensor, "B h n d"]],
+        attention: LayerAttention,
     ) -> Float[Tensor, "B n H"]:
         """Compute the states at n positions of each row, with an attention that also writes keys and values."""
-        return self.rest(h, attention(*self.heads(embedded, h, positions)))
+        return self.rest(h, attention(0, *self.heads(embedded, h, positions)))
 
     def heads(
         self, embedded: Float[Tensor, "B n H"], h: Float[Tensor, "B n H"], positions: Int[Tensor, "#B n"]
@@ -293,6 +298,24 @@ class HeadNetwork(Protocol):
     ) -> Float[Tensor, "B n H"]: ...
 
     def out(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N H"]: ...
+
+
+@runtime_checkable
+class PooledNetwork(Protocol):
+    """The networks whose keys and values can lie in a pool (rows.py): `Head`, `eagle3.Eagle3`. Methods as in `Head`."""
+
+    @property
+    def kv_shapes(self) -> list[LayerShape]: ...
+
+    def fuse(self, states: Sequence[Float[Tensor, "*N T"]]) -> Float[Tensor, "*N H"]: ...
+
+    def over(
+        self,
+        embedded: Float[Tensor, "B n H"],
+        h: Float[Tensor, "B n H"],
+        positions: Int[Tensor, "B n"],
+        attention: LayerAttention,
+    ) -> Float[Tensor, "B n H"]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,153 @@
+"""Draft with a head on a GPU while the host is elsewhere: the target's states reach it without leaving the device.
+
+The tokens and distributions are those of `HeadDrafter.propose`.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from draftproof.core.device import to_device
+from draftproof.core.distribution import Distribution
+from draftproof.core.rng import Philox
+from draftproof.core.sampling import SamplingParams
+from draftproof.core.types import Draft
+from draftproof.drafters.build import Spine
+from draftproof.drafters.device_draft import DeviceDraws, Texts
+from draftproof.drafters.sample import KernelDraws
+from draftproof.models.head.network import FittedHead
+from draftproof.models.head.rows import HeadRows
+
+
+class Entering(NamedTuple):
+    """What a head knows of rows that were just read.
+
+    states  the head's own after each text's last token
+    fused   the target's at the token before it, combined: the input of which `states` are the output
+    ready   whether the two are known; not for a text of one token, whose target has no states yet
+    """
+
+    states: Float[Tensor, "b H"]
+    fused: Float[Tensor, "b H"]
+    ready: Bool[Tensor, " b"]
+
+
+@runtime_checkable
+class RowsOfHead(Protocol):
+    """The host's knowledge of a head's rows (`HeadReader`)."""
+
+    @property
+    def pool(self) -> HeadRows: ...
+
+    def take_entering(self) -> Entering:
+        """Return what is known of the rows that were given places last, in their order."""
+        ...
+
+    def take_back(self, requests: Sequence[int], states: Float[Tensor, "b H"], fused: Float[Tensor, "b H"]) -> None:
+        """Take over rows whose rounds the host did not follow; see `Entering`."""
+
+
+class HeadDrafting:
+    """A head's part of rounds that stay on the device, for up to `rows` rows.
+
+    A head reads on at the end of a round, as wide as the target's pass was. So a draft of any length can follow, and
+    between rounds one state a row is all there is to remember.
+    """
+
+    def __init__(self, rows: int, reader: RowsOfHead, head: FittedHead, confidence: float) -> None:
+        device, H = head.table.device, head.table.shape[1]
+        self.layers, self.vocab = tuple(head.head.taps), head.vocab
+        self._reader, self._pool, self._confidence = reader, reader.pool, confidence
+        self._V = len(head.vocab.entry)
+        self._draws = DeviceDraws(rows, device)
+        self._known = Entering(
+            torch.zeros((rows, H), device=device),
+            torch.zeros((rows, H), device=device),
+            torch.zeros(rows, dtype=torch.bool, device=device),
+        )
+
+    def is_current(self) -> bool:
+        """See `DrafterPart`."""
+        return self._reader.pool is self._pool
+
+    def load(self, samplings: Sequence[SamplingParams], seeds: Int[Tensor, " B"]) -> Hashable:
+        """See `DrafterPart`."""
+        return self._draws.load(samplings, seeds)
+
+    def draft(self, K: int, texts: Texts, most: Int[Tensor, " B"], traits: Hashable, *, shared: bool) -> Draft:
+        """See `DrafterPart`."""
+        B = len(most)
+        most = torch.where(self._known.ready[:B], most, 0)
+        R = self._V if shared else len(self.vocab.ids)
+        draws, rng = self._draws.begin(texts.lengths, R, traits, shared=shared)
+        spine, h = Spine(1, most), self._known.states[:B]
+        for j in range(K):
+            if j > 0:
+                places = torch.stack([texts.starts, texts.lengths - 2 + j, (most > j).long()])
+                h = self._pool.device_states(spine.tokens[-1][:, None], h[:, None], places)[:, 0]
+            logits = self._pool.logits(h)
+            dist, token = self._drawn(draws, logits, rng, j)
+            spine.add(dist, token)
+            if self._confidence:
+                spine.end_after_weak(self._confidence, _own_log_prob(draws, dist, token))
+        return spine.draft(shared_rng=shared)
+
+    def _drawn(
+        self, draws: KernelDraws, logits: Float[Tensor, "B R"], rng: Philox, j: int
+    ) -> tuple[Distribution, Int[Tensor, " B"]]:
+        """Draw each row's j-th token; return its distribution and the token.
+
+        Shared random numbers address the target's tokens, so that they are drawn for in the target's order.
+        """
+        if not rng.shared:
+            return draws.draw(logits, rng, j, self.vocab)
+        every = logits.new_full((len(logits), self._V), -torch.inf).index_copy_(1, self.vocab.ids, logits)
+        dist, token = draws.draw(every, rng, j, None)
+        return replace(dist, logits=logits.float(), vocab=self.vocab), token
+
+    def read(
+        self,
+        hidden: tuple[Float[Tensor, "B T H"], ...],
+        tokens: Int[Tensor, "B T"],
+        texts: Texts,
+        counts: Int[Tensor, " B"],
+    ) -> None:
+        """See `DrafterPart`. Drafted entries are overwritten: they were made from the head's own states."""
+        B, rows = len(counts), torch.arange(len(counts), device=counts.device)
+        fused = self._pool.fuse([states.float() for states in hidden])
+        places = torch.stack([texts.starts, texts.lengths - 1, counts])
+        made = self._pool.device_states(tokens.clamp_min(0), fused, places)
+        read, last = counts > 0, (counts - 1).clamp_min(0)
+        for memory, new in ((self._known.states, made), (self._known.fused, fused)):
+            memory[:B].copy_(torch.where(read[:, None], new[rows, last], memory[:B]))
+        self._known.ready[:B].logical_or_(read)
+
+    def seat(self, source: Int[Tensor, " B"], fresh: Sequence[int]) -> None:
+        """See `DrafterPart`."""
+        B = len(source)
+        for memory in self._known:
+            memory[:B].copy_(memory[source.clamp_min(0)])
+        self._known.ready[:B].logical_and_(source >= 0)
+        if fresh:
+            columns = to_device(fresh, source.device)
+            for memory, new in zip(self._known, self._reader.take_entering(), strict=True):
+                memory.index_copy_(0, columns, new)
+
+    def hand_back(self, requests: Sequence[int]) -> None:
+        """See `DrafterPart`."""
+        states, fused, _ = (memory[: len(requests)].clone() for memory in self._known)
+        self._reader.take_back(requests, states, fused)
+
+
+def _own_log_prob(draws: KernelDraws, dist: Distribution, token: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Return the log-probability of each row's token: for a greedy row, the head's own, without filters."""
+    log_p = dist.log_prob(token)
+    if draws.greedy is None:
+        return log_p
+    assert dist.vocab is not None
+    own = dist.logits.double().log_softmax(-1).gather(1, dist.vocab.entry[token][:, None])[:, 0]
+    return torch.where(draws.greedy, own.to(log_p.dtype), log_p)
