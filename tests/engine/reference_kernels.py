@@ -67,7 +67,8 @@ def verify_rows(
         scale = 1 / parameters["draft_temperature"][:, None].expand(B, K).masked_fill(chosen, 1.0)
         vocab = None
         if draft_entries is not None:
-            vocab = DraftVocab((draft_entries >= 0).nonzero()[:, 0], draft_entries)
+            known = (draft_entries >= 0).nonzero()[:, 0]  # in the order of tokens, which need not be that of entries
+            vocab = DraftVocab(known[draft_entries[known].argsort()], draft_entries)
         q = Distribution(draft_logits, scale, draft_cutoff, draft_lse, point, vocab)
         draft = replace(draft, q=q)
     faults = p.lse.isnan().any(1).int()
