@@ -158,8 +158,11 @@ def test_a_context_that_is_full_ends_the_text(graphs):
 
 @pytest.mark.parametrize("case", ["block", "head"])
 def test_seeded_texts_with_automatic_lengths_reproduce(graphs, rounds, case):
-    wanted = texts(case, MIXED, graphs=False, k="auto")
-    assert texts(case, MIXED, graphs=True, k="auto") == wanted
+    wanted, records = texts(case, MIXED, graphs=False, k="auto")
+    found, others = texts(case, MIXED, graphs=True, k="auto")
+    assert found == wanted
+    for sampling, record, other in zip(MIXED, records, others, strict=True):
+        assert record == other or sampling.temperature == 0  # a greedy text does not depend on its draft lengths
     assert rounds["device"] > 4
 
 

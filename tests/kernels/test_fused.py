@@ -99,8 +99,9 @@ def test_a_layer_that_adds_something_else_is_kept(multiplier, layers, device):
 
 
 def test_a_norm_computed_with_its_sum_is_given_once_and_for_that_sum_alone(device):
-    norm = FusedNorm.of(tiny("llama", device, torch.bfloat16).model.norm)
-    x, added = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2)).to(device, torch.bfloat16)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16  # the interpreter rounds bfloat16 in another way
+    norm = FusedNorm.of(tiny("llama", device, dtype).model.norm)
+    x, added = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     total = norm.sum(x, added)
     assert torch.equal(total, x + added)
     assert torch.equal(norm(x), norm.step(x, norm.weight, norm.variance_epsilon))  # another tensor

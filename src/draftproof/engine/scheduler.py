@@ -22,7 +22,7 @@ from draftproof.engine.prefix_cache import MOST_IDLE, Found, PrefixCache
 from draftproof.engine.request import Session, TokenLogprobs
 from draftproof.engine.round import Clock, Emitted, Parts, advance
 from draftproof.models.cuda_graphs import launches
-from draftproof.models.extents import PAGE
+from draftproof.models.extents import PAGE, pages_for
 from draftproof.models.pool import PoolFull, pages_within
 from draftproof.models.prompt_chunks import ATTENTION_DOUBLES
 from draftproof.models.rows import Read, Reading, Rows, open_rows, pooled_shapes
@@ -316,17 +316,24 @@ class Scheduler:
         reserved = min(self._most_tokens(session), len(session.tokens) + RESERVED)
         while True:
             try:
-                if session.saved is not None:
+                if session.saved is None:
+                    self.rows.enter(session.id, reserved, session.request.source)
+                    return True
+                if self._may_stay(reserved):
                     self.rows.restore(session.id, session.saved)
                     session.saved = None
-                else:
-                    self.rows.enter(session.id, reserved, session.request.source)
-                return True
+                    return True
             except PoolFull:
-                if session.saved is None and (found := self._longest_prefix(session)) is not None:
-                    self.prefixes.touch(found.holder)  # the last to be freed: the request is about to take it over
-                if not self._free_prefix():
-                    return False
+                pass
+            if session.saved is None and (found := self._longest_prefix(session)) is not None:
+                self.prefixes.touch(found.holder)  # the last to be freed: the request is about to take it over
+            if not self._free_prefix():
+                return False
+
+    def _may_stay(self, tokens: int) -> bool:
+        """Return whether a row that comes back has room to grow: it would soon give up its place again without."""
+        pool = self.rows.pool
+        return pool is None or not self.running or pool.extents.free_pages >= pages_for(tokens)
 
     def _longest_prefix(self, session: Session) -> Found | None:
         """Find the row that holds most of a prompt; None if there is none, or if the prompt is read in full."""
