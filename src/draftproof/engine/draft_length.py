@@ -32,8 +32,9 @@ SPEED_TOLERANCE: Final = 0.005
 copied starts without notice."""
 
 LEAST_GAIN: Final = 0.02
-"""Gain in speed that drafting must promise to begin, and loss at which it ends on a GPU: the best of many noisy
-estimates promises more than it keeps, and every change of mind costs time."""
+"""Gain in speed that drafting must promise: the best of many noisy estimates promises more than it keeps. Once it has
+begun, one row goes on until it gains nothing, and the rows of a GPU, which all draft at once, until they lose as much:
+every change of mind costs time."""
 
 PRIOR_DRAFTS: Final = 16.0
 """Drafts of a request's own that the typical acceptance rates weigh as much as."""
@@ -211,7 +212,7 @@ def _best_together(records: Sequence["DraftRecord"], costs: "Costs", others: int
     steps = np.maximum.accumulate(depths) if B > 1 else positions - 1 - others
     speeds = emitted / (costs.of_passes(positions) + costs.of_drafting(steps))
     lengths = np.zeros(B, dtype=np.int64)
-    if speeds.max() > costs.least_gain * B / costs.of_pass(B + others):
+    if speeds.max() > (1 + LEAST_GAIN) * B / costs.of_pass(B + others):
         last = np.flatnonzero(speeds >= (1 - SPEED_TOLERANCE) * speeds.max())[-1]
         np.maximum.at(lengths, rows[: last + 1], depths[: last + 1])
     return [int(length) for length in lengths]
@@ -361,10 +362,7 @@ class Costs:
 
     @property
     def least_gain(self) -> float:
-        """Return the speed, as a multiple of plain decoding's, above which drafting is worth it.
-
-        Where rows are drafted for one by one, a draft of one row among many loses next to nothing: it must gain.
-        """
+        """Return the speed, as a multiple of plain decoding's, above which one row, or all at once, are drafted for."""
         if not self.drafting:
             return 1 + LEAST_GAIN
         return 1 - LEAST_GAIN if self.rectangular else 1.0
