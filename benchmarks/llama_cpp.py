@@ -42,6 +42,7 @@ DECODERS = {
     "draftproof, suffix+head": ("ours", "suffix+head"),
     "draftproof, prompt-lookup": ("ours", "prompt-lookup"),
 }
+PLAIN = "draftproof, plain"
 
 
 def serve_llama(path: str, draft: str | None) -> None:
@@ -137,7 +138,8 @@ def compare(asked: argparse.Namespace, path: str) -> dict[str, Any]:
     }
     end = [tokenizer.eos_token_id]
     found: dict[str, Any] = {
-        "system": {name: worker.system for name, worker in workers.items()}, "memory": {}, "speeds": {}, "ratios": {}
+        "system": {name: worker.system for name, worker in workers.items()}, "memory": {}, "speeds": {}, "ratios": {},
+        "to our plain": {}, "all speeds": {},
     }  # fmt: skip
     for kind, prompts in {"chat": CHAT, "copying": COPYING}.items():
         speeds: dict[str, list[float]] = {name: [] for name in workers}
@@ -150,13 +152,20 @@ def compare(asked: argparse.Namespace, path: str) -> dict[str, Any]:
                     for name, each in made.items():
                         speeds[name].append(speed(each))
                         found["memory"][name] = each["memory"]
-        first = next(iter(speeds.values()))
         found["speeds"][kind] = {name: statistics.median(values) for name, values in speeds.items()}
-        found["ratios"][kind] = {
-            name: statistics.median(a / b for a, b in zip(values, first, strict=True))
-            for name, values in speeds.items()
-        }
+        found["all speeds"][kind] = {name: [round(value, 1) for value in values] for name, values in speeds.items()}
+        found["ratios"][kind] = ratios(speeds, next(iter(speeds)))
+        if PLAIN in speeds:
+            found["to our plain"][kind] = ratios(speeds, PLAIN)
     return found
+
+
+def ratios(speeds: dict[str, list[float]], to: str) -> dict[str, float]:
+    """Return each decoder's speed as a multiple of another one's: medians over the turns."""
+    return {
+        name: statistics.median(a / b for a, b in zip(values, speeds[to], strict=True))
+        for name, values in speeds.items()
+    }
 
 
 def main() -> None:
