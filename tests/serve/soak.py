@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from draftproof.core.sampling import SamplingParams
 from draftproof.engine.engine import Engine
@@ -256,6 +257,17 @@ def alone(engine: Engine, body: dict[str, Any]) -> list[str]:
     return texts
 
 
+@torch.inference_mode()
+def touch_pools(engine: Engine) -> None:
+    """Write to all of the pools' memory: the process then has no reason to grow with the pages that are used."""
+    scheduler = engine._loop.scheduler
+    drafter: Any = scheduler.parts().drafter
+    pools = [scheduler.rows.pool, *([drafter._memory.pool.pool] if hasattr(drafter, "_memory") else [])]
+    for pool in pools:
+        for buffer in (*pool.keys, *pool.values):
+            buffer.zero_()
+
+
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -287,11 +299,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         target = arguments.model or str(save_model(Path(folder), layers=2))
         drafter = "auto" if arguments.model else "ngram"
-        # A small pool is full after a few hundred requests: from then on the process has no reason to grow.
         memory = 2**28 if arguments.model else 2**24
         engine, reference = (
             dp.load(target, drafter, max_batch=8, kv_memory=memory, weights=arguments.weights) for _ in range(2)
         )
+        touch_pools(engine)
         with serving(engine, max_body=MAX_BODY) as server:
             load = put_under_load(
                 server,

@@ -192,7 +192,7 @@ def _best_alone(record: "DraftRecord", costs: "Costs", others: int) -> int:
         emitted, drafted = emitted + gains[depth], drafted + widths[depth]
         speeds.append(emitted / (costs.of_pass(1 + others + drafted) + costs.of_drafting(drafted)))
     best = max(speeds)
-    if best <= costs.least_gain / costs.of_pass(1 + others):
+    if best <= costs.least_gain(1) / costs.of_pass(1 + others):
         return 0
     last = max(n for n, speed in enumerate(speeds) if speed >= (1 - SPEED_TOLERANCE) * best)
     return 1 + max(order[: last + 1])
@@ -212,7 +212,7 @@ def _best_together(records: Sequence["DraftRecord"], costs: "Costs", others: int
     steps = np.maximum.accumulate(depths) if B > 1 else positions - 1 - others
     speeds = emitted / (costs.of_passes(positions) + costs.of_drafting(steps))
     lengths = np.zeros(B, dtype=np.int64)
-    if speeds.max() > (1 + LEAST_GAIN) * B / costs.of_pass(B + others):
+    if speeds.max() > costs.least_gain(B) * B / costs.of_pass(B + others):
         last = np.flatnonzero(speeds >= (1 - SPEED_TOLERANCE) * speeds.max())[-1]
         np.maximum.at(lengths, rows[: last + 1], depths[: last + 1])
     return [int(length) for length in lengths]
@@ -225,7 +225,7 @@ def _best_depth(gains: Floats, costs: "Costs", others: int) -> int:
     spent = costs.of_passes(B * (1.0 + depths) + others) + costs.of_drafting(depths)
     plain, *drafted = emitted / spent
     best = int(np.argmax(drafted))
-    return int(depths[1 + best]) if drafted[best] > costs.least_gain * plain else 0
+    return int(depths[1 + best]) if drafted[best] > costs.least_gain(B) * plain else 0
 
 
 def increments(records: Sequence["DraftRecord"]) -> tuple[Floats, Floats]:
@@ -360,10 +360,12 @@ class Costs:
         """Return the same assumed costs without any measured ones."""
         return replace(self, pass_seconds={}, draft_seconds=None, drafting=False, _curve=[])
 
-    @property
-    def least_gain(self) -> float:
-        """Return the speed, as a multiple of plain decoding's, above which one row, or all at once, are drafted for."""
-        if not self.drafting:
+    def least_gain(self, rows: int) -> float:
+        """Return the speed, as a multiple of plain decoding's, above which so many rows are drafted for.
+
+        Where rows are drafted for one by one, a draft of one among many loses next to nothing: it must gain.
+        """
+        if not self.drafting or (rows > 1 and not self.rectangular):
             return 1 + LEAST_GAIN
         return 1 - LEAST_GAIN if self.rectangular else 1.0
 
