@@ -23,6 +23,7 @@ import httpx
 import torch
 
 from draftproof.core.sampling import SamplingParams
+from draftproof.drafters.head import HeadDrafter
 from draftproof.engine.engine import Engine
 from draftproof.serve.server import limit_kernel_cache
 from serve.running import WAIT, Running, serving, wait_for
@@ -261,8 +262,8 @@ def alone(engine: Engine, body: dict[str, Any]) -> list[str]:
 def touch_pools(engine: Engine) -> None:
     """Write to all of the pools' memory: the process then has no reason to grow with the pages that are used."""
     scheduler = engine._loop.scheduler
-    drafter: Any = scheduler.parts().drafter
-    pools = [scheduler.rows.pool, *([drafter._memory.pool.pool] if hasattr(drafter, "_memory") else [])]
+    drafter = scheduler.parts().drafter
+    pools = [scheduler.rows.pool, *([drafter._pooled.pool.pool] if isinstance(drafter, HeadDrafter) else [])]
     for pool in pools:
         for buffer in (*pool.keys, *pool.values):
             buffer.zero_()
