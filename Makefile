@@ -20,7 +20,7 @@ help:
 	@echo "make bench     the CPU figures of docs/figures.md"
 	@echo "make audit-mutants  wrong decoders under audit; writes the tables of docs/reading-a-certificate.md"
 	@echo "make test-vllm audits vLLM with and without the plug-in, in an environment of its own (.venv-vllm)"
-	@echo "make test-vllm-all  all drafters, preemption, several processes and the OpenAI server too"
+	@echo "make test-vllm-all  all samplings of all drafters"
 	@echo "make soak      10 000 mixed requests to a server on a tiny model, and 500 on the bundled one"
 	@echo "make test-serve  the server against langchain, lm-evaluation-harness and Schemathesis (.venv-serve)"
 	@echo "make test-references  published drafters against the packages that define them (.venv-references)"
@@ -43,6 +43,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(MAKE) --no-print-directory docs
+	$(BIN)/pytest -q -k "two_minutes or lead_somewhere or layers" tests/test_readme.py tests/test_layers.py
 
 # Strict: a broken link, a missing anchor or a name that the API reference cannot find is an error. Needs no network. Not
 # --quiet: that would silence the warnings before they are counted.
@@ -101,11 +102,12 @@ VLLM_TEST := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE
 # One process for each kind: a second `LLM` in the same process does not start.
 test-vllm: .venv-vllm/.ready
 	for kind in plain ngram model; do $(VLLM_TEST) -k $$kind tests/auditor/test_vllm.py || exit 1; done
-	for kind in ngram drawn; do $(VLLM_TEST) -k $$kind tests/integrations/test_vllm_audits.py || exit 1; done
+	for kind in ngram drawn eagle "suffix and (biased or cold or greedy or seed)" preempted chunked; do \
+		$(VLLM_TEST) -k "$$kind" tests/integrations/test_vllm_audits.py || exit 1; done
+	$(VLLM_TEST) tests/integrations/test_vllm_processes.py
 
 test-vllm-all: test-vllm
-	for kind in suffix argmax eagle preempted chunked; do $(VLLM_TEST) -k $$kind tests/integrations/test_vllm_audits.py || exit 1; done
-	$(VLLM_TEST) tests/integrations/test_vllm_processes.py
+	for kind in suffix argmax; do $(VLLM_TEST) -k $$kind tests/integrations/test_vllm_audits.py || exit 1; done
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m serve.soak --requests 10000

@@ -2,6 +2,7 @@
 
     python benchmarks/head.py [--head FOLDER] [--quick] [--out benchmarks/results/head.json]
     python benchmarks/head.py --only-passes --device cuda --target FOLDER --head FOLDER    # counts, many rows
+    python benchmarks/head.py --four-bits    # counts on four-bit weights against float32, prompt by prompt
 
 Prompts are of eight kinds, and no training has used them (src/draftproof/train/held_out.jsonl). The counts are over
 all of them, or on a CPU over as many as --seconds-a-cell allows, kinds in alternation. The times are over one or two
@@ -12,11 +13,13 @@ alternate on every prompt, so that machine load affects all of them alike. On 2 
 
 import argparse
 import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from draftproof.train.evaluate import OVERALL, SAMPLINGS, Prompt, count_passes, 
 HERE = Path(__file__).parent
 DRAFT_TOKENS = 4
 TREE_NODES = 7
+FOUR_BIT_SAMPLINGS = {"T=0": {"temperature": 0.0}, "T=0.8": {"temperature": 0.8}}
 TIMED_SAMPLINGS = {"T=0": {"temperature": 0.0}, "T=1": {"temperature": 1.0}}
 
 
@@ -58,6 +62,41 @@ def passes(target: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str
             flush=True,
         )
     return table
+
+
+def four_bits(options: argparse.Namespace) -> dict[str, Any]:
+    """Count tokens per target pass on four-bit weights and on float32, and compare them prompt by prompt."""
+    prompts = held_out_prompts() + held_out_prompts(Path(str(files("draftproof.bench") / "prompts.jsonl")))
+    table: dict[str, Any] = {}
+    for name, sampling in FOUR_BIT_SAMPLINGS.items():
+        outputs = {
+            weights: dp.load(
+                options.target, options.drafter, weights=weights, num_draft_tokens=DRAFT_TOKENS,
+                max_batch=options.rows or 8,
+            ).generate(
+                [prompt.text for prompt in prompts],
+                [dp.SamplingParams(**sampling, seed=options.seed + n) for n in range(len(prompts))],
+                max_tokens=options.max_tokens,
+            )
+            for weights in ("int4", "float32")
+        }  # fmt: skip
+        table[name] = compared(*outputs.values())
+        print(name, json.dumps(table[name]), flush=True)
+    return table
+
+
+def compared(some: list[dp.Output], others: list[dp.Output]) -> dict[str, float]:
+    """Return tokens per pass of both, their ratio as the geometric mean over prompts, and its standard error."""
+    logs = [math.log(a.stats.tokens_per_pass / b.stats.tokens_per_pass) for a, b in zip(some, others, strict=True)]
+    ratio = math.exp(statistics.mean(logs))
+    totals = [sum(o.stats.emitted for o in side) / sum(o.stats.rounds for o in side) for side in (some, others)]
+    return {
+        "prompts": len(logs),
+        "int4": round(totals[0], 3),
+        "float32": round(totals[1], 3),
+        "ratio": round(ratio, 4),
+        "standard_error": round(ratio * statistics.stdev(logs) / math.sqrt(len(logs)), 4),
+    }
 
 
 @dataclass
@@ -152,6 +191,7 @@ def main() -> None:
     parser.add_argument("--head", help="a folder; default: the head that is shipped")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only-passes", action="store_true", help="count, do not time")
+    parser.add_argument("--four-bits", action="store_true", help="only compare counts on int4 and float32 weights")
     parser.add_argument("--rows", type=int, help="texts at once while counting")
     parser.add_argument("--max-tokens", type=int, default=128, help="of a counted text")
     parser.add_argument("--seed", type=int, default=0, help="of the first counted text")
@@ -164,6 +204,9 @@ def main() -> None:
     if options.quick:
         options.seconds_a_cell, options.prompts_of_a_kind, options.clocked_tokens = 10.0, 1, 32
     options.drafter = f"head:{options.head}" if options.head else "head"
+    if options.four_bits:
+        four_bits(options)
+        return
     if options.seconds_a_cell is None:
         options.seconds_a_cell = float("inf") if options.device.startswith("cuda") else 45.0
     result = measure(options)

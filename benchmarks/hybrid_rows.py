@@ -10,7 +10,8 @@ import time
 
 import torch
 
-from draftproof.models.hybrid import HybridModel, HybridRows, PooledHybridRows
+from draftproof.models.hybrid import HybridModel
+from draftproof.models.hybrid_rows import HybridRows, PooledHybridRows
 from draftproof.models.rows import Block, Reading
 from hybrids_cpu import V, model_of
 

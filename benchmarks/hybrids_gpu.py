@@ -18,7 +18,7 @@ import torch
 import transformers as tf
 
 import draftproof as dp
-from draftproof.models.hybrid import HybridCache
+from draftproof.models.hybrid_cache import HybridCache
 from engine_checks import g_test
 from engine_models import numbers
 from hybrids_cpu import V, model_of, rollback, speed

@@ -2,11 +2,13 @@
 
 `make bench-llama` builds llama-cpp-python for this machine in an environment of its own. Each decoder runs in a process
 of its own and decodes greedily while the others wait. The speed of a prompt is tokens after the first over seconds
-after the first; medians are over prompts, and ratios are of decoders on the same prompt, one after the other.
+after the first; medians are over prompts, and ratios are of decoders on the same prompt, one after the other. Prompts
+of 128 to 4000 tokens are read by plain decoders: the time to their first token.
 """
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -43,6 +45,9 @@ DECODERS = {
     "draftproof, prompt-lookup": ("ours", "prompt-lookup"),
 }
 PLAIN = "draftproof, plain"
+READERS = ("llama.cpp", PLAIN, "draftproof, head")
+LENGTHS = (128, 512, 1024, 2048, 4000)
+"""Tokens of the prompts whose reading is timed."""
 
 
 def serve_llama(path: str, draft: str | None) -> None:
@@ -52,18 +57,18 @@ def serve_llama(path: str, draft: str | None) -> None:
     import llama_cpp
 
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=10) if draft else None
-    llama = llama_cpp.Llama(path, n_ctx=1024, n_threads=THREADS, n_threads_batch=THREADS, verbose=False,
+    llama = llama_cpp.Llama(path, n_ctx=4608, n_threads=THREADS, n_threads_batch=THREADS, verbose=False,
                             draft_model=lookup)  # fmt: skip
     print(json.dumps({"system": llama_cpp.llama_print_system_info().decode()}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        asked, start = json.loads(line), time.perf_counter()
         tokens, times = [], []
         for token in llama.generate(asked["prompt"], temp=0.0, top_k=1, reset=True):
             tokens.append(token)
             times.append(time.perf_counter())
             if token in asked["end"] or len(tokens) == asked["tokens"]:
                 break
-        print(json.dumps({"tokens": tokens, "times": times, "memory": peak_memory()}), flush=True)
+        print(json.dumps({"start": start, "tokens": tokens, "times": times, "memory": peak_memory()}), flush=True)
 
 
 def serve_ours(draft: str | None, weights: str) -> None:
@@ -76,7 +81,7 @@ def serve_ours(draft: str | None, weights: str) -> None:
     engine = dp.load("smollm2", draft, weights=weights)
     print(json.dumps({"system": f"torch {torch.__version__}, weights {weights}"}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        asked, start = json.loads(line), time.perf_counter()
         tokens: list[int] = []
         times: list[float] = []
         rounds = 0
@@ -84,7 +89,8 @@ def serve_ours(draft: str | None, weights: str) -> None:
             tokens += list(chunk.tokens)
             times += [time.perf_counter()] * len(chunk.tokens)
             rounds = chunk.stats.rounds
-        print(json.dumps({"tokens": tokens, "times": times, "memory": peak_memory(), "passes": rounds}), flush=True)
+        made = {"start": start, "tokens": tokens, "times": times, "memory": peak_memory(), "passes": rounds}
+        print(json.dumps(made), flush=True)
 
 
 def peak_memory() -> int:
@@ -157,6 +163,21 @@ def compare(asked: argparse.Namespace, path: str) -> dict[str, Any]:
         found["ratios"][kind] = ratios(speeds, next(iter(speeds)))
         if PLAIN in speeds:
             found["to our plain"][kind] = ratios(speeds, PLAIN)
+    found["first token, s"] = reading(workers, tokenizer.vocab_size, end, asked.repeats)
+    return found
+
+
+def reading(workers: dict[str, Worker], vocabulary: int, end: list[int], repeats: int) -> dict[str, Any]:
+    """Let plain decoders take turns at reading prompts that share nothing; return medians, by length and decoder."""
+    rng, found = random.Random(0), {}
+    for length in LENGTHS:
+        seconds: dict[str, list[float]] = {name: [] for name in workers if name in READERS}
+        for _ in range(repeats):
+            prompt = [rng.randrange(100, vocabulary) for _ in range(length)]
+            for name in seconds:
+                made = workers[name].decode(prompt, 1, end)
+                seconds[name].append(made["times"][0] - made["start"])
+        found[str(length)] = {name: statistics.median(values) for name, values in seconds.items()}
     return found
 
 
@@ -193,6 +214,8 @@ def main() -> None:
     for kind, speeds in found["speeds"].items():
         for name, value in speeds.items():
             print(f"{kind:8} {name:28} {value:7.1f} tokens/s  {found['ratios'][kind][name]:5.2f} x the first")
+    for length, seconds in found["first token, s"].items():
+        print(f"{length:>5} tokens read in", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
     print(json.dumps(found["memory"]), json.dumps(found["system"]))
     return None
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ import draftproof as dp
 
 HERE = Path(__file__).parent
 WORDS = "the lighthouse keeper found a message in an old bottle and read it aloud to the quiet sea before dawn".split()  # noqa: SIM905
+CHATS = (
+    "Why is the sky blue?",
+    "Write a short story about a lighthouse keeper.",
+    "Explain how a bicycle stays upright.",
+    "Name five rivers in Europe, and say where each one ends.",
+    "What should I cook with rice, eggs and spinach?",
+)
 
 
 def text(words: int, seed: int) -> str:
@@ -72,20 +80,20 @@ def beside_a_long_prompt() -> dict[str, Any]:
         engine.generate([seed, *long[1:]], temperature=0, max_tokens=1)
         return time.perf_counter() - start
 
-    def rounds(with_long: bool) -> tuple[list[float], float]:
+    def rounds(seed: int, *, with_long: bool = False) -> tuple[list[float], float]:
         """Run 15 rows, and return the times between the rounds of one of them, and the long prompt's first token."""
         between: list[float] = []
         with engine.service() as service:
             others = [
-                service.submit(prompt(engine.tokenizer, 100, i), temperature=1.0, max_tokens=400, num_draft_tokens=0)
-                for i in range(15)
+                service.submit(text_ids, temperature=1.0, max_tokens=400, num_draft_tokens=0)
+                for text_ids in (prompt(engine.tokenizer, 100, 15 * seed + i) for i in range(15))
             ]
             watched = iter(others[0])
             for _ in range(3):
                 next(watched)
             first = 0.0
             start = time.perf_counter()
-            stream = service.submit([7, *long[1:]], temperature=0, max_tokens=1) if with_long else None
+            stream = service.submit([200 + seed, *long[1:]], temperature=0, max_tokens=1) if with_long else None
             last = time.perf_counter()
             while not stream._has_ended() if stream is not None else len(between) < 60:
                 next(watched)
@@ -98,19 +106,22 @@ def beside_a_long_prompt() -> dict[str, Any]:
         return between, first
 
     first_token(3)
-    without, _ = rounds(False)
-    beside, first = rounds(True)
-    alone = first_token(5)
-    again, _ = rounds(False)
-    p50 = statistics.median([*without, *again])
+    without, beside, ratios, alone = [], [], [], []
+    for turn in range(4):  # the p99 of one prompt's rounds would be the second largest of them
+        without += rounds(4 * turn)[0]
+        times, first = rounds(4 * turn + 1, with_long=True)
+        beside += times
+        alone.append(first_token(100 + turn))
+        ratios.append(first / alone[-1])
+    p50 = statistics.median(without)
     p99 = sorted(beside)[int(0.99 * (len(beside) - 1))]
     return {
         "p50 between rounds without it, ms": 1e3 * p50,
         "p99 beside it, ms": 1e3 * p99,
         "p99 / p50": p99 / p50,
-        "its first token alone, s": alone,
-        "its first token beside 15 rows, s": first,
-        "beside / alone": first / alone,
+        "its first token alone, s": statistics.median(alone),
+        "beside / alone": statistics.median(ratios),
+        "beside / alone, range": [min(ratios), max(ratios)],
     }
 
 
@@ -179,6 +190,43 @@ def under_load() -> dict[str, Any]:
     return found
 
 
+def callers() -> dict[str, Any]:
+    """Compare "auto" lengths with plain decoding for 8, 16 and 64 callers that come and go, in turns.
+
+    Each asks in a chat, streams 48 tokens, and asks again: prompts are read beside rows that decode.
+    """
+    engine = dp.load(drafter="head", max_batch=64, kv_memory=2**31, weights="float32")
+    return {f"head, {count} callers": _callers(engine, count, turns) for count, turns in ((8, 9), (16, 9), (64, 5))}
+
+
+def _callers(engine: dp.Engine, count: int, turns: int) -> dict[str, Any]:
+    """Return the median over turns of the speed with drafts as a multiple of the speed without, and its range."""
+    ratios = []
+    for turn in range(turns):
+        order = (True, False) if turn % 2 else (False, True)
+        speeds = {drafting: _speed(engine, count, drafting, f"{turn} {drafting}") for drafting in order}
+        ratios.append(speeds[True] / speeds[False])
+    return {"median": statistics.median(ratios[1:]), "range": [min(ratios[1:]), max(ratios[1:])]}
+
+
+def _speed(engine: dp.Engine, count: int, drafting: bool, label: str) -> float:
+    """Return the tokens per second of callers that ask three questions each, one after another."""
+    emitted = [0] * count
+
+    def call(service: Any, caller: int) -> None:
+        for turn in range(3):
+            question = f"{CHATS[(caller + turn) % len(CHATS)]} (Note {label}, {caller}, {turn}.)"
+            chat = [{"role": "user", "content": question}]
+            stream = service.submit(chat, temperature=0, max_tokens=48, drafter=drafting)
+            emitted[caller] += sum(len(chunk.tokens) for chunk in stream)
+
+    with engine.service() as service, ThreadPoolExecutor(count) as pool:
+        start = time.perf_counter()
+        for done in [pool.submit(call, service, caller) for caller in range(count)]:
+            done.result()
+        return sum(emitted) / (time.perf_counter() - start)
+
+
 def memory() -> dict[str, Any]:
     """Serve 1000 requests and report how the process grows: a pool takes memory when it is first written to."""
     engine = dp.load(drafter="ngram", max_batch=16, kv_memory=2**28, weights="float32")
@@ -235,6 +283,7 @@ def main() -> None:
         "second turn": second_turn,
         "long prompt": beside_a_long_prompt,
         "load": under_load,
+        "callers": callers,
         "memory": memory,
         "mixed": lambda: mixed(options.old, options.requests, options.batch, options.turns),
     }

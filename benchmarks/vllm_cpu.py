@@ -7,7 +7,7 @@ plain decoding the drafter proposes nothing, and for stock speculation the plug-
 The order rotates from prompt to prompt. Figures are medians over prompts of the ratio to plain, prefill included. Time
 is the process' CPU time on one thread, which does not depend on what else the machine does. A call of the verification
 is timed on the rows of real steps, beside vLLM's own function with its CPU defect repaired (vllm-project/vllm#55005).
-About ten minutes.
+About three minutes.
 """
 
 import argparse

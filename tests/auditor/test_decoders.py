@@ -2,6 +2,8 @@
 
 import importlib.util
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +186,34 @@ class TestCommand:
 def test_without_vllm_the_error_names_what_is_missing():
     with pytest.raises(ImportError, match="needs vLLM"):
         maker("vllm")("some/folder")
+
+
+def an_llm(rule: str | None = None, *, reachable: bool = True) -> Any:
+    """Return what the audit sees of vLLM's `LLM`; the engine of one that is not reachable is in another process."""
+    sampler = SimpleNamespace(draftproof=None if rule is None else SimpleNamespace(rule=rule))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(rejection_sampler=sampler))
+    core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+    client = SimpleNamespace(engine_core=core) if reachable else SimpleNamespace()
+    return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client))
+
+
+@pytest.mark.parametrize(
+    ("llm", "who"),
+    [
+        (an_llm("block"), "draftproof, rule block"),
+        (an_llm(), "vLLM"),
+        (an_llm("block", reachable=False), "unknown, in another process"),
+    ],
+)
+def test_who_verifies_in_vllm_is_read_off_the_running_engine(monkeypatch, llm, who):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    assert maker("vllm")(llm).description["verification"] == who
+
+
+@pytest.mark.parametrize(("reachable", "words"), [(True, "vLLM verifies by itself"), (False, "cannot be seen")])
+def test_an_audit_of_the_plug_in_needs_an_engine_that_shows_it(monkeypatch, reachable, words):
+    fake = SimpleNamespace(__version__="0.32.0", LLM=lambda **_options: an_llm(reachable=reachable))
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    maker("vllm")("some/folder")
+    with pytest.raises(ValueError, match=words):
+        maker("vllm")("some/folder", additional_config={"draftproof": {}})

@@ -12,7 +12,8 @@ from draftproof.core.distribution import DraftVocab
 from draftproof.core.rng import Philox
 from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import PAD, ROOT, History
-from draftproof.drafters.head import GREEDY_CONFIDENCE, MAX_BATCHED, HeadDrafter, HeadReader
+from draftproof.drafters.head import GREEDY_CONFIDENCE, HeadDrafter
+from draftproof.drafters.head_reader import MAX_BATCHED, HeadReader
 from draftproof.drafters.head_tree import Level
 from draftproof.drafters.interface import TargetOutputs
 from draftproof.models.head.network import FittedHead, attend
@@ -94,7 +95,7 @@ def test_drafted_states_are_dropped_and_kept_tokens_are_read_with_true_states():
         context.target_outputs = outputs(context.tokens, before - 1)
     draft = drafter.propose([context], [2], rng_of([context]))
     torch.testing.assert_close(draft.q.logits[0, 0], logits(TEXT, []))
-    assert not drafter._memory._rows[0].waiting, "nothing is read twice"
+    assert not drafter._memory.rows[0].waiting, "nothing is read twice"
 
 
 def test_states_received_while_k_was_zero_are_read_later():
@@ -108,9 +109,27 @@ def test_states_received_while_k_was_zero_are_read_later():
     torch.testing.assert_close(draft.q.logits[0, 0], logits(TEXT, []))
 
 
+def test_states_of_rounds_that_the_host_does_not_follow_are_read_before_they_are_too_many(monkeypatch):
+    """A round on a device tells its states before the host knows the tokens after them."""
+    monkeypatch.setattr("draftproof.drafters.head_reader.MOST_UNREAD", 8)
+    text = torch.randint(V, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    context, drafter, every = asked(text[:5]), HeadDrafter(unpacked()), states(text)
+    drafter.propose([context], [0], rng_of([context]))
+    unread, n = [], 5
+    while n < 37:
+        emitted = 1 + n % 3
+        drafter.device_missed(context, tuple(tap[n - 1 : n - 1 + emitted] for tap in every))
+        unread.append(sum(len(part[0]) for part in drafter._memory.rows[0].waiting))
+        n += emitted
+        context.tokens, context.target_outputs = text[:n], None
+    assert max(unread) <= 8 + 2
+    draft = drafter.propose([context], [1], rng_of([context]))
+    torch.testing.assert_close(draft.q.logits[0, 0], logits(text[:n], []))
+
+
 @pytest.mark.parametrize("length", [MAX_BATCHED, MAX_BATCHED + 1, MAX_BATCHED + 2, 60])
 def test_a_long_prompt_is_read_in_parts(length, monkeypatch):
-    monkeypatch.setattr("draftproof.drafters.head.POSITIONS_PER_PASS", 7)
+    monkeypatch.setattr("draftproof.drafters.head_reader.POSITIONS_PER_PASS", 7)
     text = torch.randint(V, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     contexts = [asked(TEXT, name=1), asked(text)]
     draft = HeadDrafter(unpacked()).propose(contexts, [2, 2], rng_of(contexts))

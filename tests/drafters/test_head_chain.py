@@ -11,7 +11,8 @@ from drafters.toy_rounds import Row, rng_of, row
 from draftproof.core.distribution import DraftVocab
 from draftproof.core.sampling import SamplingParams, warp
 from draftproof.core.types import PAD
-from draftproof.drafters.head import HeadDrafter, HeadReader
+from draftproof.drafters.head import HeadDrafter
+from draftproof.drafters.head_reader import HeadReader
 from draftproof.drafters.interface import TargetOutputs
 from draftproof.models.compiled_pass import compile_linears
 from draftproof.models.head.network import FittedHead, Head, HeadShape, linear_on
@@ -108,7 +109,7 @@ def test_a_row_drafts_the_same_alone_and_among_others(k):
 def test_new_states_are_read_once_and_a_second_proposal_is_the_same():
     context, drafter = asked(2, WARM), HeadDrafter(head())
     whole = drafter.propose([context], [3], rng_of([context]))
-    assert not drafter._memory._rows[2].waiting
+    assert not drafter._memory.rows[2].waiting
     again = drafter.propose([context], [3], rng_of([context]))
     assert again.tokens.tolist() == whole.tokens.tolist()
     assert torch.equal(again.q.logits, whole.q.logits)

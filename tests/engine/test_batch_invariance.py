@@ -24,6 +24,7 @@ from draftproof.models.cpu_linear import pack, packable
 from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import shape_for
 from draftproof.models.hf import HFModel
+from draftproof.rules import cpu_verify
 from draftproof.rules.block import stop_table
 from engine.many_texts import unchecked
 
@@ -121,6 +122,18 @@ def test_the_others_may_sample_differently(drafter, rule):
     names = list(SAMPLINGS)
     requests = [seeded(i, names[i % 4]) for i in range(COMPANY)]
     check(drafter, rule, requests, [16, 17, 18, 19])
+
+
+@pytest.mark.skipif(cpu_verify.loops() is None, reason="numba is not installed")
+@pytest.mark.parametrize(("drafter", "rule"), [("none", "block"), ("head", "block"), ("head", "token")])
+def test_compiled_rules_serve_a_row_alike_in_any_company(drafter, rule, monkeypatch):
+    """Log-probabilities are the reference's: the same with compiled rules as without, bit for bit."""
+    names = list(SAMPLINGS)
+    requests = [seeded(i, names[i % 4]) for i in range(8)]
+    reference = outputs(drafter, rule, requests)
+    monkeypatch.setattr(cpu_verify, "SMALLEST_VOCABULARY", 0)
+    check(drafter, rule, requests, [0, 1, 4])
+    assert outputs(drafter, rule, requests) == reference
 
 
 @pytest.mark.parametrize("drafter", ["model", "head"])

@@ -7,7 +7,7 @@ import torch
 
 import draftproof as dp
 from budget import budgeted
-from draftproof.drafters import head as heads
+from draftproof.drafters import head_reader
 from draftproof.drafters.device_draft import DeviceDrafting
 from draftproof.drafters.device_head import HeadDrafting
 from draftproof.drafters.head import HeadDrafter
@@ -142,7 +142,7 @@ def test_rows_that_grow_beyond_their_place(graphs, rounds, monkeypatch, case):
     """With room for few tokens ahead a row moves often: the round under way is read first."""
     monkeypatch.setattr(schedulers, "RESERVED", 1)
     monkeypatch.setattr(device_round, "AHEAD", 8)
-    monkeypatch.setattr(heads, "ROOM", 1)
+    monkeypatch.setattr(head_reader, "ROOM", 1)
     wanted = texts(case, LONG, graphs=False, budgets=[120] * 2, target=llama(max_length=256))
     before = rounds["host"]
     assert texts(case, LONG, graphs=True, budgets=[120] * 2, target=llama(max_length=256)) == wanted

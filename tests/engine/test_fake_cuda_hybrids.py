@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftproof.models import hybrid as hybrids
+from draftproof.models import hybrid_cache
 from draftproof.models.hybrid import HybridModel
 from engine.fake_cuda import fake_cuda, to_fake_cuda
 from models.hybrid_families import QUICK, hybrid
@@ -19,7 +20,7 @@ def test_passes_and_rollbacks_do_not_synchronise(monkeypatch, name):
     model = copy.deepcopy(hybrid(name))
     monkeypatch.setattr(hybrids, "probe_causality", lambda *_: None)  # a probe needs real values
     monkeypatch.setattr(hybrids, "probe_recurrence", lambda *_: None)
-    monkeypatch.setattr(hybrids, "same_states", lambda *_: True)
+    monkeypatch.setattr(hybrid_cache, "same_states", lambda *_: True)
     with fake_cuda(monkeypatch) as device:
         served = HybridModel(to_fake_cuda(model))
         cache = served.new_cache(2)

@@ -1,4 +1,4 @@
-"""One round passes through few files: a newcomer who follows it opens at most twenty-five (docs/decisions.md)."""
+"""One round passes through few files: a newcomer who follows it opens at most twenty-six (docs/decisions.md)."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from engine.tiny import PROMPT, llama
 from engine.tiny_heads import on_target
 
 ROOT = str(Path(dp.__file__).parent)
-MOST = 25
+MOST = 26
 
 
 def files_of_a_round(monkeypatch, model, drafter) -> set[str]:
@@ -39,7 +39,7 @@ def files_of_a_round(monkeypatch, model, drafter) -> set[str]:
     return seen
 
 
-def test_a_round_with_a_head_passes_through_at_most_twenty_five_files(monkeypatch):
+def test_a_round_with_a_head_passes_through_at_most_twenty_six_files(monkeypatch):
     seen = files_of_a_round(monkeypatch, llama(), HeadDrafter(on_target()))
     assert len(seen) <= MOST, sorted(seen)
     assert {"engine/round.py", "rules/block.py", "drafters/head.py", "models/hf.py", "core/filters.py"} <= seen

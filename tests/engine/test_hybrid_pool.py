@@ -15,7 +15,8 @@ import draftproof as dp
 from draftproof.engine import scheduler
 from draftproof.models import hybrid as hybrids
 from draftproof.models.extents import PAGE
-from draftproof.models.hybrid import HybridModel, HybridRows, PooledHybridRows
+from draftproof.models.hybrid import HybridModel
+from draftproof.models.hybrid_rows import HybridRows, PooledHybridRows
 from draftproof.models.loading import as_model
 from draftproof.models.pool import PoolFull
 from draftproof.models.rows import Block, Reading, RectangularRows, open_rows

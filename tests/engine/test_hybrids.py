@@ -14,7 +14,8 @@ import torch
 import draftproof as dp
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import PAD, Draft
-from draftproof.models.hybrid import HybridCache, HybridModel
+from draftproof.models.hybrid import HybridModel
+from draftproof.models.hybrid_cache import HybridCache
 from engine.many_texts import unchecked
 from engine.near_ties import count_near_ties
 from engine.plain_distribution import counts, joint_distribution

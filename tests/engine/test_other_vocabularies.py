@@ -18,6 +18,7 @@ from draftproof.core.types import InexactError
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.slem import SLEM
 from draftproof.drafters.tli import TLI
+from draftproof.models.compatibility import same_vocabulary
 from draftproof.models.hf import HFModel
 from engine.many_texts import SampledTexts, sample_texts
 from engine.plain_distribution import counts, joint_distribution
@@ -194,3 +195,12 @@ def test_without_tokenizers_another_size_is_refused_and_a_way_too(tmp_path):
     large_pair(0.2)[1].save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="drafter 'tli' needs the tokenizers of both models"):
         dp.load(target, f"tli:{tmp_path}")
+
+
+def test_what_is_no_tokenizer_is_refused_by_its_argument():
+    tokenizer, draft_tokenizer = large_pair(0.2)
+    target, draft = (HFModel(model) for model in large_models(0.2))
+    with pytest.raises(ValueError, match=r"^draft_tokenizer is a str without get_vocab\(\)"):
+        same_vocabulary(target, draft, tokenizer, "gpt2")
+    with pytest.raises(ValueError, match=r"^tokenizer is a str without get_vocab\(\)"):
+        same_vocabulary(target, draft, "gpt2", draft_tokenizer)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from draftproof.core.sampling import SamplingParams
 from draftproof.engine import prefix_cache, scheduler
 from draftproof.engine.draft_length import AutoLength
 from draftproof.models import prompt_chunks
@@ -44,7 +45,7 @@ def rows_that_grow(monkeypatch):
 def chunks_of_all_sizes(monkeypatch):
     """Read short prompts in chunks that become smaller, as long ones are."""
     monkeypatch.setattr(prompt_chunks, "ATTENTION_DOUBLES", 48)
-    assert {prompt_chunks.chunk_size(start) for start in (0, 64, 96, 200)} == {64, 32, 24, 16}
+    assert {prompt_chunks.chunk_size(start) for start in (0, 64, 96, 200)} == {64, 48, 36, 22}
 
 
 def run_schedules(kind, examples, seen, pages=PAGES, *, crowds=False):
@@ -116,6 +117,25 @@ def test_preempted_while_its_prompt_is_read(kind):
     """A prompt of three chunks is read beside rows that grow."""
     wanted = [*crowd(2, max_tokens=90), Wanted(1, 190, (3,), 12, 0, 5), Wanted(1, 190, (4,), 12, 0, 6)]
     assert run_crowd(kind, wanted, 7)["compared"] == 4
+
+
+def test_a_row_comes_back_when_it_has_room_to_grow(monkeypatch):
+    """Four texts of 400 tokens in a pool of 640: a row that came back without room would soon be preempted again."""
+    monkeypatch.setattr(scheduler, "RESERVED", 128)
+
+    def run():
+        prompts, sampling = [[1, 2, 3 + i] for i in range(4)], SamplingParams(temperature=1.0, seed=1)
+        with unchecked():
+            outputs = open_engine("none", pages=10).generate(prompts, sampling, max_tokens=400)
+        return [output.tokens for output in outputs], sum(output.stats.preemptions for output in outputs)
+
+    texts, preemptions = run()
+    monkeypatch.setattr(
+        scheduler.Scheduler, "_may_stay", lambda self, tokens: True
+    )  # the control: it comes back at once
+    others, more = run()
+    assert texts == others
+    assert 0 < preemptions < more
 
 
 def wrong_length_after_restore(monkeypatch):

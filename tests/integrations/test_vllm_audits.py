@@ -6,7 +6,8 @@ certificate states its own figure, and a test fails if it is larger.
 """
 
 import importlib.util
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from itertools import count, cycle, takewhile
 from typing import Any
 
@@ -18,6 +19,7 @@ from draftproof.auditor.decoders.vllm import vllm_parameters
 from draftproof.auditor.interface import Decoded
 from draftproof.core.sampling import SamplingParams
 from draftproof.integrations.vllm import runner_v1
+from draftproof.integrations.vllm.rows import Layout
 from engine.many_texts import unchecked
 from integrations.vllm_engines import KINDS, Host, start
 
@@ -157,6 +159,62 @@ def test_greedy_texts_are_those_of_the_plain_sampler(host, fields):
     assert [a.token_ids for a in drafted] == [b.token_ids for b in plain]
 
 
+ALL_AT_ONCE = (
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 1.3, "top_p": 0.7, "min_p": 0.1, "logit_bias": {3: 2.0, 13: -3.0}},
+    {"top_k": 9, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.3, "allowed_token_ids": list(range(0, V, 2))},
+    {"min_p": 0.02, "logit_bias": {5: 4.0}, "frequency_penalty": 0.4},
+    {},
+)
+"""Sampling parameters together, also those that an audit refuses because of their order."""
+
+
+def of_the_plain_sampler(sampler, logits, layout, drafts, sampling) -> torch.Tensor:
+    """Return the probabilities [B, J, V] that vLLM's plain sampler would draw from after each part of a draft."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    columns = []
+    for j in range(layout.longest + 1):
+        rows = [start + min(j, count) for start, count in zip(layout.starts, layout.drafted, strict=True)]
+        said = [[*output, *draft[:j]] for output, draft in zip(sampling.output_token_ids, drafts, strict=True)]
+        scores = sampler.apply_logits_processors(
+            logits[rows].float(), replace(sampling, output_token_ids=said), predict_bonus_token=False
+        )
+        scores = sampler.apply_temperature(scores, sampling.temperature, sampling.all_random)
+        for processor in sampling.logitsprocs.argmax_invariant:
+            scores = processor.apply(scores)
+        columns.append(apply_top_k_top_p(scores, sampling.top_k, sampling.top_p).softmax(-1))
+    return torch.stack(columns, 1)
+
+
+def test_every_row_is_verified_against_the_distribution_of_the_plain_sampler(host, monkeypatch):
+    """By vLLM's own code, each filter in its place; the two sum in float32 and float64."""
+    forward, decide, compared, verified = type(host.runner.rejection_sampler).forward, runner_v1.decide, [], []
+
+    def watched(scored, *args):
+        verified.append(scored.distribution(scored.draft).probs())
+        return decide(scored, *args)
+
+    def compare(self, metadata, draft_probs, logits, sampling_metadata):
+        layout = Layout(tuple(metadata.num_draft_tokens))
+        drafts = layout.padded_tokens(metadata.draft_token_ids).tolist()
+        wanted = of_the_plain_sampler(self.sampler, logits, layout, drafts, sampling_metadata)
+        output = forward(self, metadata, draft_probs, logits, sampling_metadata)
+        found = verified.pop()
+        for b, drafted in enumerate(layout.drafted):
+            torch.testing.assert_close(found[b, : drafted + 1].float(), wanted[b, : drafted + 1], atol=1e-5, rtol=1e-4)
+            compared.append(drafted + 1)
+        return output
+
+    monkeypatch.setattr(runner_v1, "decide", watched)
+    monkeypatch.setattr(type(host.runner.rejection_sampler), "forward", compare)
+    asked = [parameters(seed=i, **fields) for i, fields in enumerate(ALL_AT_ONCE)]
+    asked[2]._bad_words_token_ids = [[5], [3, 7]]
+    host.generate(PROMPTS[: len(asked)], asked)
+    assert sum(rows > 1 for rows in compared) > 20
+
+
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_log_probabilities_are_those_of_the_plain_sampler(host, mode):
     """At a seed the texts differ from plain ones, so each log-probability is compared with the target's own."""
@@ -181,18 +239,24 @@ def test_log_probabilities_are_those_of_the_plain_sampler(host, mode):
         torch.testing.assert_close(got, wanted, atol=1e-3, rtol=0)
 
 
-def test_a_row_without_a_distribution_fails_its_request_only(host, monkeypatch):
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("temperature", [0.9, 0.0])
+def test_a_row_without_a_distribution_fails_its_request_only(host, monkeypatch, temperature, drafted):
     forward = type(host.runner.rejection_sampler).forward
     step = count()
 
     def with_nan(self, metadata, draft_probs, logits, sampling_metadata):
         if next(step) >= 2 and len(metadata.num_draft_tokens) == 3:
+            assert drafted or not any(metadata.num_draft_tokens)
             logits[: metadata.num_draft_tokens[0] + 1] = torch.nan
         return forward(self, metadata, draft_probs, logits, sampling_metadata)
 
     monkeypatch.setattr(type(host.runner.rejection_sampler), "forward", with_nan)
-    outputs = host.generate(PROMPTS[:3], parameters(temperature=0.9, seed=1))
+    asked = parameters(temperature=temperature, seed=1, logprobs=1)
+    with nullcontext() if drafted else host.undrafted():
+        outputs = host.generate(PROMPTS[:3], asked)
     assert sorted(output.finish_reason for output in outputs) == ["error", "length", "length"]
+    assert all(token >= 0 for output in outputs for token in output.token_ids)
     monkeypatch.undo()
     assert host.generate(PROMPTS[:1], parameters(seed=1))[0].finish_reason == "length"
 

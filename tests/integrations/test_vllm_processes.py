@@ -22,7 +22,8 @@ pytestmark = [
 ]
 SCRIPT = Path(__file__).parent / "vllm_texts.py"
 SAMPLINGS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 1}, {"temperature": 0.9, "top_p": 0.9}]
-SPECULATION = '{"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": 4}'
+SPECULATION = """{"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": 4,
+    "draftproof": {"rule": "block"}}"""
 
 
 def run(folder: Path, options: dict, **environment: str) -> subprocess.CompletedProcess:
@@ -69,18 +70,34 @@ def test_tensor_parallel_ranks_agree_with_and_without_seeds(target, alone):
     assert both["seeded_apart"][0] != both["seeded_apart"][1]
 
 
-def test_an_engine_without_the_plug_in_does_not_start_where_it_is_required(target):
-    required = {"worker_extension_cls": "draftproof.integrations.vllm.required.Required"}
-    done = run(target, required, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_PLUGINS="another")
-    assert done.returncode != 0
-    assert "RefusedError: draftproof is required here" in done.stderr
+ASKED = {"speculation": {"draftproof": {"rule": "block"}}, "additional_config": {}}
 
 
-@pytest.mark.parametrize("asked", [{"rule": "blok"}, {"rules": "block"}, "block"])
-def test_a_wrong_setting_stops_the_start(target, asked):
-    done = run(target, {"additional_config": {"draftproof": asked}}, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+def test_the_setting_is_served_from_the_speculative_config(target, alone):
+    there = result(run(target, ASKED, VLLM_ENABLE_V1_MULTIPROCESSING="1"))
+    assert there["rules"] == ["block"]
+    assert there["texts"][:2] == alone["texts"][:2]
+
+
+def test_an_engine_does_not_start_where_the_plug_in_is_not_loaded(target):
+    done = run(target, ASKED, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_PLUGINS="another")
     assert done.returncode != 0
-    assert "additional_config['draftproof']" in done.stderr
+    assert re.search(r"ValidationError: 1 validation error for SpeculativeConfig\ndraftproof\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("additional", "words"),
+    [
+        ({"draftproof": {"rule": "blok"}}, "the rule of draftproof must be one of"),
+        ({"draftproof": {"rules": "block"}}, "draftproof has the settings"),
+        ({"draftproof": "block"}, "the setting 'draftproof' must be a dict"),
+        ({"draft-proof": {}}, "did you mean 'draftproof'"),
+    ],
+)
+def test_a_wrong_setting_stops_the_start(target, additional, words):
+    done = run(target, {"additional_config": additional}, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert done.returncode != 0
+    assert words in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +109,6 @@ def server(tmp_path_factory):
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled.fetch())]
     command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     command += ["--port", str(port), "--speculative-config", SPECULATION]
-    command += ["--additional-config", '{"draftproof": {"rule": "block"}}']
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"})
     try:

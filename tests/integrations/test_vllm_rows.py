@@ -1,7 +1,8 @@
 """Verification on vLLM's ragged rows gives `dp.verify`'s verdicts: by the rules, by the kernels, in greedy batches."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -101,6 +102,51 @@ def test_a_row_without_a_distribution_silences_its_request_only(sampling):
     before, after = emitted(made, "token", drawn=False), emitted(replace(made, rows=broken), "token", drawn=False)
     assert after[1] == [-1, -1, -1]
     assert [after[0], after[2]] == [before[0], before[2]]
+
+
+class Logprobs(NamedTuple):
+    """A stand-in for vLLM's: one row for each column of tokens."""
+
+    logprob_token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    selected_token_ranks: torch.Tensor
+
+
+@dataclass
+class Output:
+    sampled_token_ids: torch.Tensor
+    logprobs_tensors: Logprobs | None = None
+
+
+def test_of_a_step_without_drafts_single_requests_are_silenced():
+    """vLLM takes every entry of a single column for a token, so that padding needs a second one."""
+    drawn, faulty = torch.tensor([[5], [6], [7]]), torch.tensor([False, True, False])
+    silent = runner_v1.silenced(Output(drawn), faulty)
+    assert silent.sampled_token_ids.tolist() == [[5, -1], [-1, -1], [7, -1]]
+    assert silent.logprobs_tensors is None
+    rows = torch.arange(3)
+    kept = runner_v1.silenced(Output(drawn, Logprobs(rows, -rows, rows)), faulty)
+    valid = (kept.sampled_token_ids >= 0).flatten()
+    assert [each[valid].tolist() for each in kept.logprobs_tensors] == [[0, 2], [0, -2], [0, 2]]
+
+
+class Model:
+    """A stand-in for vLLM's model runner, whose sampler writes into the logits."""
+
+    def __init__(self, settings) -> None:
+        self.rejection_sampler = SimpleNamespace(draftproof=settings)
+
+    def _sample(self, logits, spec_decode_metadata):
+        return Output(logits.nan_to_num_(0).argmax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(("settings", "expected"), [(None, [[2], [0]]), ("block", [[2, -1], [-1, -1]])])
+def test_a_step_that_vllm_samples_itself_is_watched_if_it_was_asked_for(settings, expected):
+    sample = runner_v1._fails_rows_without_a_distribution(Model._sample)
+    logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, torch.nan, -2.0]])
+    assert sample(Model(settings), logits.clone(), None).sampled_token_ids.tolist() == expected
+    assert sample(Model(settings), logits[:1].clone(), None).sampled_token_ids.tolist() == [[2]]
+    assert sample(Model(settings), logits.clone(), object()).sampled_token_ids.tolist() == [[2], [0]]
 
 
 def test_a_broken_row_that_the_text_does_not_reach_is_harmless():

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from draftproof.integrations.vllm.hooks import Hook, Hooks, wrong_parameters
+from draftproof.integrations.vllm.hooks import Hook, Hooks, Inventory, wrong_parameters
 from draftproof.integrations.vllm.settings import Settings, settings_of
 
 
@@ -33,7 +33,12 @@ def test_the_rule_is_block_unless_another_is_named():
         ({"draftproof": {"rules": "block"}}, "'rules'"),
         ({"draftproof": "block"}, "must be a dict"),
         ({"draftproof": True}, "must be a dict"),
-        ({"draftproof": None}, "leave the key out"),
+        ({"draftproof": None}, "leave it out"),
+        ({"draftproof": []}, "must be a dict"),
+        ({"draftproof": {"rule": None}}, "got None"),
+        ({"draftproof": {"rule": ["block"]}}, "got ['block']"),
+        ({"draftproof": {"rule": "block", "Rule": "token"}}, "'Rule'"),
+        ({"draftproof": {1: 2}}, "got 1"),
         ({"draft_proof": {"rule": "block"}}, "did you mean 'draftproof'"),
         ({"Draftproof": {}}, "did you mean 'draftproof'"),
         ({"draftprof": {}}, "did you mean 'draftproof'"),
@@ -46,11 +51,14 @@ def test_a_wrong_setting_is_refused_in_one_sentence(config, words):
 
 
 @pytest.fixture
-def host(monkeypatch) -> ModuleType:
+def host(monkeypatch, tmp_path) -> ModuleType:
     """A module that stands for vLLM, and one that imported a function from it."""
     host, user = ModuleType("host"), ModuleType("host_user")
     exec("def greet(name, loud=False):\n    return 'hello ' + name", host.__dict__)
     user.greet = host.greet
+    host.number = 7
+    (tmp_path / "broken_host.py").write_text("raise RuntimeError('cannot run here')")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "host", host)
     monkeypatch.setitem(sys.modules, "host_user", user)
     return host
@@ -77,6 +85,8 @@ def test_a_hook_is_installed_once_and_everywhere(host):
         ("host:greet", (), "has the parameters ['name', 'loud']"),
         ("host:leave", ("name",), "host:leave is not there"),
         ("no_host:greet", ("name",), "no_host:greet is not there"),
+        ("host:number", ("name",), "host:number is not there"),
+        ("broken_host:greet", ("name",), "cannot run here"),
     ],
 )
 def test_if_one_function_is_not_as_expected_none_is_replaced(host, place, parameters, words):
@@ -91,3 +101,20 @@ def test_if_one_function_is_not_as_expected_none_is_replaced(host, place, parame
 def test_further_parameters_must_have_defaults():
     assert wrong_parameters(lambda a, b=1, *args, c=2, **more: 0, ("a",)) is None
     assert wrong_parameters(lambda a, b: 0, ("a",)) is not None
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("host:more", "host:more has ['c'], which is new, and lacks []"),  # verification would leave c out
+        ("host:fewer", "host:fewer has [], which is new, and lacks ['b']"),
+        ("host:none", "host:none is not there"),
+    ],
+)
+def test_what_verification_must_know_all_of_is_compared(host, place, words):
+    host.same, host.more, host.fewer = ["b", "a"], ["a", "b", "c"], ["a"]
+    assert Inventory("host:same", ("a", "b"), list).problem() is None
+    hooks = Hooks((Hook("host:greet", ("name",), louder), Inventory(place, ("a", "b"), list)))
+    hooks.install()
+    assert not hooks.installed
+    assert hooks.problems[0].startswith(words)

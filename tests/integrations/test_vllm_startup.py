@@ -1,8 +1,10 @@
 """An engine that asks for the plug-in and cannot have it does not start, and is told why in one sentence."""
 
 import re
+import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +14,11 @@ import pytest
 from draftproof.integrations.vllm import log, requests, runner_v1, runner_v2, startup
 from draftproof.integrations.vllm.hooks import Hook, Hooks
 from draftproof.integrations.vllm.settings import Settings
-from draftproof.integrations.vllm.startup import RefusedError, check, confirm, rule_of_worker
+from draftproof.integrations.vllm.startup import RefusedError, check, confirm, move_settings, rule_of_worker
 
 
-def config(asked=None, *, v2=False, method="standard", speculates=True, **more):
-    speculation = SimpleNamespace(rejection_sample_method=method) if speculates else None
+def config(asked=None, *, v2=False, method="standard", speculates=True, drafting=None, **more):
+    speculation = SimpleNamespace(rejection_sample_method=method, **(drafting or {})) if speculates else None
     additional = {} if asked is None else {"draftproof": asked}
     return SimpleNamespace(additional_config=additional, speculative_config=speculation, use_v2_model_runner=v2, **more)
 
@@ -55,6 +57,25 @@ def test_a_wrong_configuration_is_refused(wrong, words):
         check(config(**wrong))
 
 
+def test_drawn_drafts_are_not_verified_where_confidences_cut_them():
+    def cut(method: str, adaptive: bool) -> dict:
+        return {"draft_sample_method": method, "enable_adaptive_verification": adaptive}
+
+    check(config({}, v2=True, drafting=cut("greedy", True)))
+    check(config({}, v2=True, drafting=cut("probabilistic", False)))
+    check(config(None, v2=True, drafting=cut("probabilistic", True)))
+    with pytest.raises(RefusedError, match="enable_adaptive_verification"):
+        check(config({}, v2=True, drafting=cut("probabilistic", True)))
+
+
+@pytest.mark.parametrize("installed", [[], ["shouting"]])
+def test_logits_processors_of_other_packages_are_refused_under_v1(monkeypatch, installed):
+    found = {"vllm.logits_processors": [SimpleNamespace(name=name) for name in installed]}
+    monkeypatch.setattr(runner_v1, "entry_points", lambda group: found[group])
+    with pytest.raises(RefusedError, match="'shouting'") if installed else nullcontext():
+        runner_v1.refuse_installed_processors()
+
+
 def worker(settings=None, *, samples=True):
     sampler = SimpleNamespace(draftproof=settings) if samples else None
     return SimpleNamespace(model_runner=SimpleNamespace(rejection_sampler=sampler))
@@ -68,10 +89,86 @@ def test_all_workers_that_sample_must_verify_by_the_rule():
             confirm([rule_of_worker(w) for w in workers], Settings("block"))
 
 
-def test_a_worker_is_not_loaded_where_the_plug_in_is_required_and_was_not(monkeypatch):
-    monkeypatch.setattr(startup.CONFIG, "installed", False)
-    with pytest.raises(RefusedError, match="VLLM_PLUGINS"):
-        __import__("draftproof.integrations.vllm.required")
+def arguments(speculation, additional=None):
+    return SimpleNamespace(speculative_config=speculation, additional_config={} if additional is None else additional)
+
+
+def test_the_setting_is_moved_from_the_speculative_config():
+    typed = {"method": "ngram", "draftproof": {"rule": "token"}}
+    asked = arguments(typed, {"other": 1})
+    for _ in range(2):  # vLLM may make an engine's configuration twice of the same arguments
+        move_settings(asked)
+        assert asked.speculative_config == {"method": "ngram"}
+        assert asked.additional_config == {"other": 1, "draftproof": {"rule": "token"}}
+    assert "draftproof" in typed
+
+
+@pytest.mark.parametrize("speculation", [None, {"method": "ngram"}, '{"draftproof": {}}'])
+def test_arguments_without_the_setting_stay_as_they_are(speculation):
+    stock = arguments(speculation, {"other": 1})
+    move_settings(stock)
+    assert stock == arguments(speculation, {"other": 1})
+
+
+@pytest.mark.parametrize(
+    "additional", [{"draftproof": {"rule": "block"}}, {"draftproof": None}, ["draftproof"], object()]
+)
+def test_the_setting_is_refused_beside_another_one(additional):
+    with pytest.raises(RefusedError, match="a dict without 'draftproof'"):
+        move_settings(arguments({"draftproof": {"rule": "block"}}, additional))
+
+
+def broken() -> Hooks:
+    return Hooks((Hook("no_vllm.config:Config", ("self",)),))
+
+
+def install_with(monkeypatch, **hooks: Hooks) -> None:
+    """Register in a vLLM whose hooks are these."""
+    for name in ("ARGUMENTS", "CONFIG", "ENGINE"):
+        monkeypatch.setattr(startup, name, hooks.get(name, Hooks(())))
+    monkeypatch.setattr(startup, "hooks_of", lambda runner: hooks.get(runner, Hooks(())))
+    startup.register()
+
+
+def test_an_engine_that_does_not_ask_starts_in_an_unknown_vllm(monkeypatch):
+    """As long as one of two places is left at which an engine that asks can be refused."""
+    create = startup._moves_settings(lambda self, usage=None: "config")
+    for unknown in ("ARGUMENTS", "ENGINE", "V1", "V2"):
+        install_with(monkeypatch, **{unknown: broken()})
+        assert create(arguments(None)) == "config"
+    install_with(monkeypatch, CONFIG=broken())
+    assert create(arguments({"method": "ngram"})) == "config"
+    with pytest.raises(RefusedError, match=re.escape("no_vllm.config:Config")):
+        create(arguments({"method": "ngram", "draftproof": {}}))
+    with pytest.raises(RefusedError, match="Uninstall draftproof"):
+        install_with(monkeypatch, CONFIG=broken(), ARGUMENTS=broken())
+
+
+def test_a_model_runner_that_our_own_code_cannot_be_imported_for_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "draftproof.integrations.vllm.runner_v2", None)  # importing it raises ImportError
+    missing = startup.hooks_of.__wrapped__("V2")
+    missing.install()
+    monkeypatch.setattr(startup, "hooks_of", lambda runner: missing if runner == "V2" else Hooks(()))
+    check(config({}))
+    check(config(None, v2=True))
+    with pytest.raises(RefusedError, match="runner_v2:HOOKS is not there"):
+        check(config({}, v2=True))
+
+
+WITHOUT_OUR_DEPENDENCIES = """
+import sys
+for name in ("jaxtyping", "torch", "draftproof.core", "draftproof.kernels"):
+    sys.modules[name] = None  # importing it raises ImportError
+from draftproof.integrations.vllm import register, startup
+print(startup.hooks_of("V1").problems)
+"""
+
+
+def test_vllm_can_import_the_plug_in_where_its_dependencies_are_missing():
+    """vLLM would go on without a plug-in whose import fails; what is called later can refuse."""
+    command = [sys.executable, "-c", WITHOUT_OUR_DEPENDENCIES]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "ModuleNotFoundError" in done.stdout, done.stderr
 
 
 def step(new: dict[str, tuple[int, int]], running: dict[str, tuple[int, int]]):
@@ -99,8 +196,15 @@ def test_requests_that_should_have_emitted_a_token_and_did_not_are_found():
     assert {request.request_id for request in found} == {"silent", "whole prompt"}
 
 
+def test_padding_that_was_taken_for_a_token_is_dropped():
+    output = SimpleNamespace(sampled_token_ids=[[4], [-1], [], [5, 6]])
+    requests.drop_padding(output)
+    assert output.sampled_token_ids == [[4], [], [], [5, 6]]
+
+
 class Params:
     thinking_token_budget = None
+    logprob_token_ids = None
     structured_outputs = None
 
     def refuses(self, speculative_config):
@@ -120,6 +224,14 @@ def test_a_thinking_budget_is_refused_by_name():
     budgeted.thinking_token_budget = 64
     with pytest.raises(ValueError, match="thinking_token_budget=64"):
         requests._accepts_min_p_and_bias(Params.refuses)(budgeted, SimpleNamespace(**{requests.SERVED: "V1"}))
+
+
+def test_scores_of_listed_tokens_are_refused_under_v1():
+    validate, listed = requests._accepts_min_p_and_bias(Params.refuses), Params()
+    listed.logprob_token_ids = [3, 4]
+    validate(listed, SimpleNamespace(**{requests.SERVED: "V2"}))
+    with pytest.raises(ValueError, match="logprob_token_ids"):
+        validate(listed, SimpleNamespace(**{requests.SERVED: "V1"}))
 
 
 def test_structured_output_is_refused_under_v2_where_drafts_are_drawn():
@@ -146,7 +258,7 @@ def make_sampler(monkeypatch, runner, rule: str, device: str) -> None:
     asked = config({"rule": rule}, device_config=SimpleNamespace(device_type=device))
     current = SimpleNamespace(get_current_vllm_config_or_none=lambda: asked)
     monkeypatch.setitem(sys.modules, "vllm.config", current)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(config=current))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(config=current, __version__="0.32.0"))
     monkeypatch.setattr(runner_v2, "_active", None)
     runner._marks_sampler(lambda self: None)(SimpleNamespace())
 
@@ -175,3 +287,13 @@ def test_a_worker_whose_runner_is_unknown_does_not_start(monkeypatch, logged):
     monkeypatch.setattr(runner_v1, "RUNNER", Hooks((Hook("no_vllm.runner:Runner.probs", ("self",)),)))
     with pytest.raises(RefusedError, match=re.escape("no_vllm.runner:Runner.probs")):
         make_sampler(monkeypatch, runner_v1, "block", "cpu")
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.30.1.dev3+g12", "0.32.0"])
+def test_nothing_is_said_of_a_tested_version(version):
+    assert log.untested(version) == ""
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.33.0rc1", "1.0.0", "dev", ""])
+def test_the_log_says_that_a_version_was_not_tested(version):
+    assert log.untested(version) == f"; vLLM {version} was not tested, 0.28 to 0.32 were"

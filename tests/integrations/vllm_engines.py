@@ -64,15 +64,20 @@ class Host:
             sampler.draftproof = before
 
     @contextmanager
-    def plain(self) -> Iterator[None]:
-        """Propose nothing and verify as stock vLLM does: its plain sampler draws every token."""
+    def undrafted(self) -> Iterator[None]:
+        """Propose nothing."""
         drafter, batch = self.runner.drafter, self.runner.input_batch
         drafter.propose = lambda *_args, **_more: [[] for _ in range(batch.num_reqs)]
         try:
-            with self.verified_by(None):
-                yield
+            yield
         finally:
             del drafter.propose
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Propose nothing and verify as stock vLLM does: its plain sampler draws every token."""
+        with self.undrafted(), self.verified_by(None):
+            yield
 
     def examined(self, sampling: SamplingParams, max_tokens: int, decoder: Any = None, **more: Any) -> Certificate:
         """Audit this engine, or a decoder on it, and print the result: `pytest -rP` shows it."""

@@ -2,9 +2,9 @@
 
     python vllm_texts.py FOLDER '{"tensor_parallel_size": 2}' '[{"temperature": 0.0}, {"temperature": 0.9, "seed": 1}]'
 
-The second argument holds options of `LLM`, the third the sampling parameters of one batch each. The rule of each worker
-is printed too, and the tokens that each sampled by itself: of those batches, and of one token for each prompt after the
-workers were seeded apart.
+The second argument holds options of `LLM`, with further fields of the speculative config under "speculation". The third
+holds the sampling parameters of one batch each. The rule of each worker is printed too, and the tokens that each
+sampled by itself: of those batches, and of one token for each prompt after the workers were seeded apart.
 """
 
 import json
@@ -53,6 +53,7 @@ def main() -> None:
         "seed": 0,
         "additional_config": {"draftproof": {"rule": "block"}},
     }
+    speculation |= options.pop("speculation", {})
     llm = LLM(model=folder, speculative_config=speculation, **{**defaults, **options})
     inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     llm.collective_rpc(record)

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from budget import budgeted
 from draftproof.core import device as core_device
 from draftproof.models.device_pass import DevicePool
-from draftproof.models.fused import FusedNorm, Fusion, lay_side_by_side
+from draftproof.models.fused import Fusion, lay_side_by_side
+from draftproof.models.fused_modules import FusedNorm
 from draftproof.models.hf import HFModel
 from draftproof.models.pool import KVPool
 

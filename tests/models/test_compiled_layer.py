@@ -1,5 +1,7 @@
 """The compiled call attends as torch does, row by row, and a row's bits do not depend on its neighbours."""
 
+import math
+
 import pytest
 import torch
 
@@ -33,16 +35,17 @@ def test_it_attends_as_torch_does(kind):
     work, given = pieces(SPANS, kind), tensors(SPANS)
     divided = divide(work, *given)
     assert divided.few is not None
+    assert (divided.many is not None) == (kind[0] != "chunked_attention" and packed.fewest_lanes() < math.inf)
     assert not divided.others
-    difference = attend(divided, *given, 0.2) - attend(Divided(None, work), *given, 0.2)
+    difference = attend(divided, *given, 0.2) - attend(Divided(None, None, work), *given, 0.2)
     assert difference.abs().max() < 2e-6
-    wrong = attend(divided, *given, 0.21) - attend(Divided(None, work), *given, 0.2)
+    wrong = attend(divided, *given, 0.21) - attend(Divided(None, None, work), *given, 0.2)
     assert wrong.abs().max() > 1e-3  # the control: another scale is seen
 
 
 def test_the_usual_scale_is_that_of_torch():
     work, given = pieces(SPANS), tensors(SPANS)
-    assert (attend(work, *given) - attend(Divided(None, work), *given)).abs().max() < 2e-6
+    assert (attend(work, *given) - attend(Divided(None, None, work), *given)).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -61,10 +64,10 @@ def test_a_row_has_the_same_bits_alone_and_among_others(threads):
 
 
 def test_what_it_does_not_compute_is_left_to_torch():
-    wide, few = Span(0, 2000, 64), Span(2112, 5, 1)
-    given = tensors([wide, few])
-    divided = divide(pieces([wide, few]), *given)
-    assert [piece.width for piece in divided.others] == [64]
+    large, few = Span(0, 2000, 5, TREE), Span(2112, 5, 1)
+    given = tensors([large, few])
+    divided = divide(pieces([large, few]), *given)
+    assert [piece.width for piece in divided.others] == [5]
     assert divide(pieces([few]), *(each.double() for each in given)).few is None
     assert divide(pieces([few]), *given, plain=False).few is None  # sinks, soft caps
 
@@ -72,8 +75,8 @@ def test_what_it_does_not_compute_is_left_to_torch():
 def test_without_numba_torch_attends(monkeypatch):
     monkeypatch.setattr(packed, "compiled_layer", lambda: None)
     work, given = pieces(SPANS), tensors(SPANS)
-    assert divide(work, *given) == Divided(None, work)
-    assert torch.equal(attend(work, *given), attend(Divided(None, work), *given))
+    assert divide(work, *given) == Divided(None, None, work)
+    assert torch.equal(attend(work, *given), attend(Divided(None, None, work), *given))
 
 
 def test_large_and_equal_scores():
@@ -81,6 +84,6 @@ def test_large_and_equal_scores():
     spans = [Span(0, 40, 1)]
     query, keys, values = tensors(spans)
     far = attend(pieces(spans), query * 1e4, keys, values)
-    assert (far - attend(Divided(None, pieces(spans)), query * 1e4, keys, values)).abs().max() < 1e-5
+    assert (far - attend(Divided(None, None, pieces(spans)), query * 1e4, keys, values)).abs().max() < 1e-5
     mean = attend(pieces(spans), query * 0, keys, values)
     assert (mean[0, 0].view(SHARED, -1, SIZE) - values[0].mean(1, keepdim=True)).abs().max() < 1e-6

@@ -126,6 +126,22 @@ def test_a_heads_compiled_layer_computes_what_its_network_computes():
         assert float((made - expected).norm() / expected.norm()) < 0.01
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_entries_that_are_only_written_have_the_bits_of_those_that_are_computed(compiled):
+    whole, written = small_head(compiled), small_head(compiled)
+    tokens, h, rows = torch.arange(20) % 7, random(20, 64, seed=3), ([1, 2], [0, 2], [13, 7])
+    for pool in (whole, written):
+        for buffer in (*pool.pool.keys, *pool.pool.values):
+            buffer.zero_()
+    whole.packed_states(tokens, h, *rows)
+    written.write(tokens, h, *rows)
+    for made, expected in zip(
+        (written.pool.keys[0], written.pool.values[0]), (whole.pool.keys[0], whole.pool.values[0]), strict=True
+    ):
+        assert expected.count_nonzero() > 19 * expected[0].numel()
+        assert torch.equal(made, expected)
+
+
 def test_a_level_of_a_tree_does_not_read_other_branches():
     """The second node's keys are overwritten: the first child does not see them, the second does."""
     levels = []

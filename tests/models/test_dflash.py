@@ -145,6 +145,17 @@ BAD = {
     "mask id": (lambda c, t: (with_option(c, mask_token_id=24), t), "mask_token_id 24 has no embedding"),
     "layers": (lambda c, t: (with_option(c, target_layer_ids=[1, 2, 9]), t), r"layers \(2, 3, 10\); .* layers 1 to 8"),
     "no layers": (lambda c, t: (with_option(c, target_layer_ids=None), t), "must list the target's layers"),
+    "a number": (lambda c, t: (c, t | {"fc.weight": torch.tensor(1.0)}), r"'fc\.weight' has shape \[\]"),
+    "whole numbers": (
+        lambda c, t: (c, t | {"fc.weight": torch.ones(t["fc.weight"].shape, dtype=torch.int8)}),
+        r"'fc\.weight' holds int8",
+    ),
+    "kinds of layers": (lambda c, t: ({**c, "layer_types": ["none"]}, t), "does not describe a qwen3 layer"),
+    "window": (
+        lambda c, t: ({**c, "layer_types": ["sliding_attention"] * 2, "sliding_window": None}, t),
+        "layers with sliding_attention, and no sliding_window",
+    ),
+    "cap": (lambda c, t: ({**c, "final_logit_softcapping": float("nan")}, t), "must be a finite number; got nan"),
     "anchor": (lambda c, t: ({**c, "sample_from_anchor": True}, t), "sample_from_anchor is not supported"),
 }
 

@@ -226,6 +226,7 @@ def test_another_kind_of_target_is_a_warning(tmp_path):
         ((VOCABULARY, 32, LAYERS), "", r"'fc\.weight' reads states of width 16, and the target has 32"),
         ((VOCABULARY + 1, 16, LAYERS), "", r"tokens in tensor 'embed_tokens\.weight': 24, and the target has 25"),
         ((20, 16, LAYERS), "", r"last token in tensor 'd2t': 23, and the target has 20"),
+        ((23, 16, LAYERS), "", r"last token in tensor 'd2t': 23, and the target has 23"),
         ((VOCABULARY, 16, 4), "", r"states after layers \(2, 3, 5\); this target has layers 1 to 4"),
         ((VOCABULARY, 16, 5), "", r"the last one's before the final norm, .*reads layers below 5"),
     ],
@@ -264,6 +265,44 @@ BAD_TENSORS = {
     "no output layer": (lambda t: without(t, "lm_head"), r"lacks tensor 'lm_head\.weight' of shape \[14, 16\]"),
     "output layer": (lambda t: t | {"lm_head.weight": torch.ones(9, 16)}, r"'lm_head\.weight' has shape \[9, 16\]"),
     "taps": (lambda t: t | {"fc.weight": torch.ones(16, 50)}, r"'fc\.weight' reads 50 numbers, which are no 3 states"),
+    "whole numbers": (
+        lambda t: t | {"fc.weight": torch.ones(16, 48, dtype=torch.int8)},
+        r"'fc\.weight' holds int8, and weights in float32, bfloat16 or float16 were expected",
+    ),
+    "embeddings in whole numbers": (
+        lambda t: t | {"embed_tokens.weight": torch.ones(VOCABULARY, 16, dtype=torch.int8)},
+        r"'embed_tokens\.weight' holds int8",
+    ),
+    "embeddings": (
+        lambda t: t | {"embed_tokens.weight": torch.full((VOCABULARY, 16), torch.nan)},
+        r"'embed_tokens\.weight' holds NaN or infinity",
+    ),
+    "infinite output layer": (
+        lambda t: t | {"lm_head.weight": torch.full((14, 16), torch.inf)},
+        r"'lm_head\.weight' holds NaN or infinity",
+    ),
+    "a number": (
+        lambda t: t | {"fc.weight": torch.tensor(1.0)},
+        r"'fc\.weight' has shape \[\], .* asks for \[16, 48\]",
+    ),
+    "two names": (
+        lambda t: t | {"midlayer.mlp.up_proj.weight": torch.ones(1)},
+        r"'layers\.0\.mlp\.up_proj\.weight' twice",
+    ),
+    "older names": (
+        lambda t: without({name.replace("layers.0.", "midlayer."): w for name, w in t.items()}, "o_proj"),
+        r"lacks tensor 'midlayer\.self_attn\.o_proj\.weight'",
+    ),
+    "length of the map": (lambda t: t | {"d2t": t["d2t"][:5]}, r"'d2t' has shape \[5\], .* asks for \[14\]"),
+    "map of fractions": (lambda t: t | {"d2t": t["d2t"].float()}, r"'d2t' must hold whole numbers; got torch\.float32"),
+    "negative tokens": (
+        lambda t: without(t, "t2d") | {"d2t": torch.cat([torch.tensor([-3]), t["d2t"][1:]])},
+        r"'d2t' names token -3 in entry 0",
+    ),
+    "a token twice": (
+        lambda t: without(t, "t2d") | {"d2t": torch.zeros(14, dtype=torch.long).index_fill_(0, torch.tensor([5]), -1)},
+        r"'d2t' names token 4 2 times",
+    ),
     "P-EAGLE": (lambda t: t | {"mask_hidden": torch.ones(1, 1, 48)}, r"'mask_hidden', so it is a P-EAGLE head"),
 }
 
@@ -290,6 +329,19 @@ BAD_CONFIGS = {
         lambda c: with_layer(c, model_type="qwen3", layer_types=["sliding_attention"], sliding_window=4),
         "sliding attention are not supported",
     ),
+    "a size as text": (lambda c: with_layer(c, hidden_size="16"), "does not describe a llama layer: .*hidden_size"),
+    "no heads": (lambda c: with_layer(c, num_attention_heads=0), "does not describe a llama layer"),
+    "no layers": (lambda c: with_layer(c, num_hidden_layers=0), "num_hidden_layers must be a whole number ≥ 1; got 0"),
+    "shared heads": (lambda c: with_layer(c, num_key_value_heads=3), "4 num_attention_heads cannot share 3"),
+    "activation": (lambda c: with_layer(c, hidden_act="none"), "hidden_act 'none' is none that transformers knows"),
+    "list of kinds": (lambda c: with_layer(c, model_type=["llama"]), r"model_type \['llama'\] are not known"),
+    "unknown rope": (
+        lambda c: with_layer(c, rope_parameters={"rope_type": "none", "rope_theta": 500.0}),
+        "rope_type 'none' is not known; served are",
+    ),
+    "width": (lambda c: {**c, "target_hidden_size": "16"}, "target_hidden_size must be a whole number ≥ 1; got '16'"),
+    "negative width": (lambda c: {**c, "target_hidden_size": -1}, "target_hidden_size must be a whole number ≥ 1"),
+    "true": (lambda c: {**c, "eagle_aux_hidden_state_layer_ids": [True, 2, 3]}, "must be a list of layers' numbers"),
     "no list": (lambda c: {**c, "eagle_aux_hidden_state_layer_ids": "2,3,5"}, "must be a list of layers' numbers"),
     "layer ids": (lambda c: {**c, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, r"after layers \(0, 2, 3\)"),
 }
@@ -300,6 +352,21 @@ def test_configurations_that_do_not_fit_are_refused_by_name(change, message, tmp
     config, weights = variant("plain")
     with pytest.raises(ValueError, match=message):
         load(tmp_path, change(config), weights)
+
+
+@pytest.mark.parametrize("settings", [[1], {"verifier": "LlamaForCausalLM"}, {"verifier": {"architectures": 5}}])
+def test_what_a_checkpoint_says_of_its_target_may_be_anything(settings, tmp_path):
+    config, weights = variant("plain")
+    reference.save(tmp_path, {**config, "speculators_config": settings, "architectures": 5}, weights)
+    fitted_eagle3(tmp_path, tiny_target(VOCABULARY, 16, LAYERS))
+
+
+def test_an_index_that_names_tensors_which_are_not_there_is_refused(tmp_path):
+    reference.written("eagle3", "plain", tmp_path)
+    index = {"weight_map": {"fc.weight": "model.safetensors", "absent.weight": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"model\.safetensors holds no tensor 'absent\.weight', although"):
+        fitted_eagle3(tmp_path, tiny_target(VOCABULARY, 16, LAYERS))
 
 
 def test_damaged_files_are_refused_by_name(tmp_path):

@@ -118,7 +118,10 @@ def without(part: str):
 
 BAD = {
     "no layer": (without(f"layers.{LAYERS}."), r"holds no MTP layer: neither 'model\.layers\.4\.eh_proj\.weight'"),
-    "missing": (without("4.self_attn.o_proj"), r"lacks tensor 'block\.self_attn\.o_proj\.weight' of shape \[16, 32\]"),
+    "missing": (
+        without("4.self_attn.o_proj"),
+        r"lacks tensor 'model\.layers\.4\.self_attn\.o_proj\.weight' of shape \[16, 32\]",
+    ),
     "an expert": (without("4.mlp.experts.2.up_proj"), r"experts\.2\.up_proj\.weight' is missing among those of 4"),
     "two layers": (
         lambda tensors: tensors | {"model.layers.5.eh_proj.weight": torch.ones(1)},
@@ -126,11 +129,19 @@ BAD = {
     ),
     "quantised": (
         lambda tensors: tensors | {"model.layers.4.eh_proj.weight_scale_inv": torch.ones(1)},
-        r"holds tensor 'eh_proj\.weight_scale_inv'",
+        r"holds tensor 'model\.layers\.4\.eh_proj\.weight_scale_inv'",
     ),
     "shape": (
         lambda tensors: tensors | {"model.layers.4.enorm.weight": torch.ones(3)},
-        r"'enorm\.weight' has shape \[3\], .* asks for \[16\]",
+        r"'model\.layers\.4\.enorm\.weight' has shape \[3\], .* asks for \[16\]",
+    ),
+    "an expert's shape": (
+        lambda tensors: tensors | {"model.layers.4.mlp.experts.1.up_proj.weight": torch.ones(3, 3)},
+        r"'model\.layers\.4\.mlp\.experts\.1\.up_proj\.weight' has shape \[3, 3\], .* ask for \[8, 16\]",
+    ),
+    "whole numbers": (
+        lambda tensors: tensors | {"model.layers.4.hnorm.weight": torch.ones(16, dtype=torch.int8)},
+        r"'model\.layers\.4\.hnorm\.weight' holds int8, .* that is not quantised",
     ),
 }
 
@@ -139,8 +150,9 @@ BAD = {
 def test_checkpoints_that_do_not_fit_are_refused_by_name(change, message, tmp_path):
     model = write(tmp_path, "glm4_moe")
     edit(tmp_path, change)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         mtp.load(Checkpoint.of(tmp_path), model)
+    assert str(tmp_path) in str(raised.value), "the message names the file"
 
 
 def test_a_target_that_was_not_loaded_needs_a_folder(tmp_path):

@@ -176,10 +176,8 @@ def test_windows_chunks_softcap_and_sinks_matter(name, monkeypatch):
     if name in ("gemma2", "gpt-oss"):
         monkeypatch.setattr(packed, "attend", without)
     else:
-        bias = packed._bias
-        monkeypatch.setattr(
-            packed, "_bias", lambda span, first, kind, size, *rest: bias(span, first, kind, None, *rest)
-        )
+        made = packed._piece
+        monkeypatch.setattr(packed, "_piece", lambda span, stop, kind, size, *rest: made(span, stop, kind, None, *rest))
     with pytest.raises(AssertionError):
         test_chunks_of_one_row_in_one_pass_equal_separate_passes(name)
 

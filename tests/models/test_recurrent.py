@@ -8,11 +8,12 @@ import transformers as tf
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftproof.core.types import InexactError
-from draftproof.models import hybrid as hybrids
-from draftproof.models import recurrent
+from draftproof.models import hybrid_cache, recurrent
 from draftproof.models.cache import SlotCache
 from draftproof.models.cpu_linear import pack, packable
-from draftproof.models.hybrid import NO_TREES, PIECE, HybridCache, HybridModel
+from draftproof.models.hybrid import HybridModel
+from draftproof.models.hybrid_cache import NO_TREES, HybridCache
+from draftproof.models.hybrid_rows import PIECE
 from draftproof.models.interface import Cache, Model
 from draftproof.models.loading import as_model
 from draftproof.models.pooled_slots import PooledSlots
@@ -31,7 +32,7 @@ families = pytest.mark.parametrize(
 @pytest.fixture
 def always_replay(monkeypatch):
     """No state is computed from what a scan read."""
-    monkeypatch.setattr(hybrids, "same_states", lambda *_: False)
+    monkeypatch.setattr(hybrid_cache, "same_states", lambda *_: False)
 
 
 @pytest.fixture(params=["scans", "replay"])

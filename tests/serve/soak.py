@@ -25,7 +25,7 @@ import torch
 from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.head import HeadDrafter
 from draftproof.engine.engine import Engine
-from draftproof.serve.server import limit_kernel_cache
+from draftproof.serve.memory import limit_kernel_cache
 from serve.running import WAIT, Running, serving, wait_for
 
 WORDS = [

@@ -1,5 +1,6 @@
 """Chats and completions, whole and streamed: the same texts as the library's, in OpenAI's words."""
 
+import json
 import math
 
 import pytest
@@ -154,6 +155,28 @@ def test_no_tokens_at_all(endless):
     events = endless.stream_text(max_tokens=0)
     assert [e["choices"][0]["finish_reason"] for e in events] == ["length"]
     assert endless.stream_chat(max_tokens=0)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""]])
+def test_an_empty_prompt_begins_a_text(server, prompt):
+    begun = server.complete(prompt=[server.engine.tokenizer.bos_token_id], seed=7)["choices"]
+    assert server.complete(prompt=prompt, seed=7)["choices"] == begun
+    assert server.complete(prompt=prompt, max_tokens=0, echo=True, logprobs=1)["usage"]["prompt_tokens"] == 1
+
+
+def test_no_alternatives_need_no_log_probabilities(server):
+    assert server.chat(seed=7, top_logprobs=0)["choices"] == server.chat(seed=7)["choices"]
+
+
+def test_characters_of_several_tokens_are_streamed_whole(server):
+    """A grammar forces characters of which every byte is a token of its own; no event shows a part of one."""
+    text = "ψж 漢字 🦊🦊"
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"const": text}}}
+    fields = {"response_format": wanted, "max_tokens": 200, "seed": 1, "drafter": False, "return_token_ids": True}
+    choices = [e["choices"][0] for e in server.stream_text(**fields)]
+    assert json.loads("".join(choice["text"] for choice in choices)) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in choice["text"] for choice in choices)
+    assert sum(len(choice.get("token_ids", [])) for choice in choices) > len(text) + 2
 
 
 def test_more_tokens_than_there_is_room_end_by_length(folder):

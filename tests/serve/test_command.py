@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 
+import httpx
 import pytest
 
 from cli.conftest import run  # noqa: F401  (a fixture)
@@ -17,7 +19,7 @@ from draftproof.cli.serve import Size, banner
 from draftproof.serve.server import bind, server_for
 from draftproof.serve.settings import Settings
 from draftproof.serve.state import State
-from serve.running import CHAT, WAIT, load
+from serve.running import CHAT, WAIT, load, wait_for
 
 
 def start(folder, *options):
@@ -59,6 +61,19 @@ def test_it_serves_drains_at_the_first_signal_and_exits_0(endless_folder):
         process.communicate()
 
 
+def test_a_signal_after_the_end_does_not_change_the_exit_status(endless_folder):
+    process, _, _ = start(endless_folder)
+    try:
+        for _ in range(100):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
+        assert process.wait(WAIT) == 0
+        assert process.stderr.read().replace("Loading weights", "").count("leak") == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_second_signal_stops_at_once(endless_folder):
     state, bound, started = State.open(load(endless_folder), Settings("tiny")), bind("127.0.0.1", 0), threading.Event()
     server = server_for(state, started.set)
@@ -67,16 +82,25 @@ def test_a_second_signal_stops_at_once(endless_folder):
     try:
         assert started.wait(WAIT)
         url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1/chat/completions"
-        stream = post(url, CHAT | {"stream": True, "max_tokens": 3000})
+        long = CHAT | {"max_tokens": 3000, "drafter": False}
+        stream, plain = post(url, long | {"stream": True}), []
         stream.readline()
+        waiting = threading.Thread(target=lambda: plain.append(httpx.post(url, json=long, timeout=WAIT)))
+        waiting.start()
+        wait_for(lambda: state.service.running == 2)
         server.handle_exit(signal.SIGTERM, None)
         thread.join(0.5)
         assert thread.is_alive(), "the first lets the stream go on"
         server.handle_exit(signal.SIGTERM, None)
         thread.join(WAIT)
         assert not thread.is_alive()
-        emitted = state.metrics.totals.emitted
-        assert emitted < 2900, "the stream was cut off"
+        assert state.metrics.totals.emitted < 2900, "the texts were cancelled"
+        last, done = stream.read().decode().rstrip().split("\n\n")[-2:]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+        assert done == "data: [DONE]"
+        waiting.join(WAIT)
+        assert plain[0].status_code == 503
+        assert plain[0].json()["error"]["code"] == "engine_stopped"
     finally:
         server.force_exit = True
         state.close()

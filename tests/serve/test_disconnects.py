@@ -9,6 +9,7 @@ import time
 import pytest
 
 from draftproof.core.sampling import SamplingParams
+from draftproof.serve.middleware import BodyLimit
 from draftproof.serve.streaming import ClientGoneError, EventStream, unless_gone
 from serve.running import TEXT, WAIT, wait_for
 
@@ -56,6 +57,27 @@ def test_a_client_that_sends_half_a_body_leaves_nothing(endless):
     opened.close()
     wait_for(endless.is_idle)
     assert endless.complete()
+
+
+def test_a_body_that_stops_halfway_is_a_408():
+    sent = []
+
+    async def receive():
+        if not sent:
+            sent.append("half")
+            return {"type": "http.request", "body": b"{", "more_body": True}
+        await asyncio.sleep(WAIT)
+
+    async def send(message):
+        sent.append(message)
+
+    async def app(scope, receive, send):
+        raise AssertionError("the app is not reached")
+
+    scope = {"type": "http", "method": "POST", "headers": []}
+    asyncio.run(BodyLimit(app, most=100, seconds=0.05)(scope, receive, send))
+    assert sent[1]["status"] == 408
+    assert json.loads(sent[2]["body"])["error"]["code"] == "body_timeout"
 
 
 def test_a_slow_reader_gets_all_of_its_text(endless):

@@ -2,6 +2,8 @@
 
 import json
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -10,6 +12,7 @@ from serve.running import CHAT, TEXT, WAIT, load, serving, wait_for
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 BAD_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}
+CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 5000}}]}
 
 
 def refused(server, path, body, status=400):
@@ -44,15 +47,25 @@ def refused(server, path, body, status=400):
         (CHATS, {"tool_choice": "required"}, "tool_choice"),
         (CHATS, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         (CHATS, {"rule": "lossy"}, "rule"),
-        (CHATS, {"num_draft_tokens": 65}, None),
+        (CHATS, {"num_draft_tokens": 65}, "num_draft_tokens"),
+        (CHATS, {"drafter": 1}, "drafter"),
         (CHATS, {"stop": ["x"] * 33}, "stop"),
-        (CHATS, {"stop": [""]}, None),
+        (CHATS, {"stop": [""]}, "stop"),
+        (CHATS, {"stop": 5}, "stop"),
         (CHATS, {"logit_bias": {"a": 1}}, "logit_bias"),
-        (CHATS, {"logit_bias": {"999999": 1}}, None),
-        (CHATS, {"stop_token_ids": [999999]}, None),
-        (TEXTS, {"prompt": 5}, None),
-        (TEXTS, {"prompt": [-1]}, None),
-        (TEXTS, {"prompt": [999999]}, None),
+        (CHATS, {"logit_bias": {"999999": 1}}, "logit_bias"),
+        (CHATS, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        (CHATS, {"stop_token_ids": [999999]}, "stop_token_ids"),
+        (CHATS, {"tool_choice": "some"}, "tool_choice"),
+        (CHATS, {"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content"),
+        (CHATS, {"messages": [CALLING]}, "messages"),
+        (CHATS, {"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format"),
+        (TEXTS, {"prompt": 5}, "prompt"),
+        (TEXTS, {"prompt": ["a", [1]]}, "prompt"),
+        (TEXTS, {"prompt": [-1]}, "prompt"),
+        (TEXTS, {"prompt": [999999]}, "prompt"),
+        (TEXTS, {"prompt": [10**30]}, "prompt"),
+        (TEXTS, {"prompt": ["a"] * 129}, "prompt"),
         (TEXTS, {"logprobs": 21}, "logprobs"),
         (TEXTS, {"max_tokens": -1}, "max_tokens"),
         (TEXTS, {"max_tokens": 1.5}, "max_tokens"),
@@ -67,8 +80,8 @@ def refused(server, path, body, status=400):
 def test_a_wrong_field_is_a_400_that_names_it(server, path, fields, param):
     error = refused(server, path, (CHAT if path == CHATS else TEXT) | fields)
     assert error["type"] == "invalid_request_error"
-    assert param is None or error["param"] == param
-    assert param is None or param.split(".")[-1] in error["message"]
+    assert error["param"] == param
+    assert param.split(".")[-1] in error["message"] or "prompt" in error["message"] or "texts" in error["message"]
 
 
 def test_harmless_fields_are_ignored(server):
@@ -131,6 +144,13 @@ def test_a_prompt_that_is_too_long_is_refused(folder):
         assert "at most 63" in refused(small, TEXTS, TEXT | {"prompt": [1] * 64})["message"]
 
 
+def test_an_error_of_a_grammar_does_not_show_the_parsers_state(server):
+    endless = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}
+    message = refused(server, TEXTS, TEXT | {"response_format": endless})["message"]
+    assert "llguidance" in message
+    assert len(message) < 200
+
+
 def test_a_grammar_that_leaves_nothing_is_the_requests_fault(server):
     schema = {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}
     error = refused(server, TEXTS, TEXT | {"response_format": schema, "min_tokens": 9, "max_tokens": 20})
@@ -165,6 +185,21 @@ def test_a_full_queue_is_a_429_and_room_comes_again(endless_folder):
                 thread.join(WAIT)
         assert small.complete(max_tokens=2)
         assert "at most 2" in refused(small, TEXTS, TEXT | {"n": 3})["message"]
+
+
+def test_prompts_that_wait_to_be_read_are_bounded_too(endless_folder):
+    with serving(load(endless_folder), max_queue=3) as small:
+        reading = threading.Event()
+        small.state.preparing.submit(reading.wait, WAIT)
+        with ThreadPoolExecutor(3) as others:
+            answers = [others.submit(small.post, TEXTS, TEXT | {"max_tokens": 1}) for _ in range(3)]
+            wait_for(lambda: small.state.in_preparation == 3)
+            for path, body in ((TEXTS, TEXT), ("/tokenize", {"prompt": "fox"})):
+                assert refused(small, path, body, 429)["code"] == "queue_full"
+            reading.set()
+            assert [answer.result().status_code for answer in answers] == [200] * 3
+        assert small.state.in_preparation == 0
+        assert small.complete(max_tokens=1)
 
 
 def test_n_texts_are_taken_all_or_none(endless_folder):
@@ -217,6 +252,12 @@ def test_a_round_that_hangs_is_told_by_health_until_it_ends(endless_folder):
         going_on.set()
         thread.join(WAIT)
         wait_for(lambda: slow.client.get("/health").status_code == 200)
+
+
+def test_the_time_in_which_a_prompt_waits_to_be_read_counts(endless_folder):
+    with serving(load(endless_folder), request_timeout=0.3) as hasty:
+        hasty.state.preparing.submit(time.sleep, 0.5)
+        assert refused(hasty, TEXTS, TEXT, 503)["code"] == "timeout"
 
 
 def test_a_request_that_takes_too_long_ends(endless_folder):

@@ -139,7 +139,8 @@ class Size(click.ParamType):  # type: ignore[type-arg]
 def serve(model: str | None, choice: Choice, host: str, port: int, log_format: str, **options: Any) -> None:
     check_installed()
     check_prefix(options["metrics_prefix"])
-    from draftproof.serve.server import bind, limit_kernel_cache, run, set_up_logs
+    from draftproof.serve.memory import limit_kernel_cache
+    from draftproof.serve.server import bind, run, set_up_logs
     from draftproof.serve.settings import Settings
     from draftproof.serve.state import State
 

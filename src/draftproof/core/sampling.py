@@ -137,6 +137,19 @@ def _python_number(value: Any) -> Any:
 _NEUTRAL = SamplingParams()
 
 
+def only_temperature(sampling: SamplingParams) -> bool:
+    """Return whether a row is drawn at a temperature, and nothing else changes its distribution."""
+    unfiltered = sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0
+    return sampling.temperature > 0 and unfiltered and not sampling.penalises and not sampling.logit_bias
+
+
+def plain_temperature(sampling: SamplingParams) -> int | float | None:
+    """Return the temperature of a row if nothing else changes its distribution, 0 if it is greedy; None otherwise."""
+    if sampling.temperature == 0:
+        return None if sampling.penalises or sampling.logit_bias else 0.0
+    return sampling.temperature if only_temperature(sampling) else None
+
+
 def any_edits(samplings: Sequence[SamplingParams]) -> bool:
     """Tell whether any of these rows has a bias or a penalty."""
     return any(s.penalises or s.logit_bias for s in samplings)

@@ -5,10 +5,9 @@ The tokens and distributions are those of `HeadDrafter.propose`.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.core.device import to_device
@@ -18,37 +17,9 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import Draft
 from draftproof.drafters.build import Spine
 from draftproof.drafters.device_draft import DeviceDraws, Texts
+from draftproof.drafters.device_head_rows import DeviceHeadRows, Entering
 from draftproof.drafters.sample import KernelDraws
 from draftproof.models.head.network import FittedHead
-from draftproof.models.head.rows import HeadRows
-
-
-class Entering(NamedTuple):
-    """What a head knows of rows that were just read.
-
-    states  the head's own after each text's last token
-    fused   the target's at the token before it, combined: the input of which `states` are the output
-    ready   whether the two are known; not for a text of one token, whose target has no states yet
-    """
-
-    states: Float[Tensor, "b H"]
-    fused: Float[Tensor, "b H"]
-    ready: Bool[Tensor, " b"]
-
-
-@runtime_checkable
-class RowsOfHead(Protocol):
-    """The host's knowledge of a head's rows (`HeadReader`)."""
-
-    @property
-    def pool(self) -> HeadRows: ...
-
-    def take_entering(self) -> Entering:
-        """Return what is known of the rows that were given places last, in their order."""
-        ...
-
-    def take_back(self, requests: Sequence[int], states: Float[Tensor, "b H"], fused: Float[Tensor, "b H"]) -> None:
-        """Take over rows whose rounds the host did not follow; see `Entering`."""
 
 
 class HeadDrafting:
@@ -58,7 +29,7 @@ class HeadDrafting:
     between rounds one state a row is all there is to remember.
     """
 
-    def __init__(self, rows: int, reader: RowsOfHead, head: FittedHead, confidence: float) -> None:
+    def __init__(self, rows: int, reader: DeviceHeadRows, head: FittedHead, confidence: float) -> None:
         device, H = head.table.device, head.table.shape[1]
         self.layers, self.vocab = tuple(head.head.taps), head.vocab
         self._reader, self._pool, self._confidence = reader, reader.pool, confidence

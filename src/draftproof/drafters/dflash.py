@@ -15,10 +15,9 @@ from draftproof.core.device import to_device
 from draftproof.core.rng import Philox
 from draftproof.core.types import Draft
 from draftproof.drafters.build import Guess, Spine, check_count, check_share, chosen
-from draftproof.drafters.head import draw_token, own_log_prob, ranking
-from draftproof.drafters.head_row import MAX_BATCHED, HeadRow
+from draftproof.drafters.head_reader import MAX_BATCHED, MOST_UNREAD, HeadRow, join_taps
 from draftproof.drafters.interface import Context, TargetFeatures
-from draftproof.drafters.sample import Draws, penalty_history, with_drafted
+from draftproof.drafters.sample import Draws, draw_token, own_log_prob, penalty_history, ranking, with_drafted
 from draftproof.models.head.dflash import FittedDFlash
 
 
@@ -84,6 +83,9 @@ class DFlashReader:
         self._arrange([context.id for context in contexts])
         for row, context in zip(self._rows, contexts, strict=True):
             row.receive(context)
+        if any(row.unread > MOST_UNREAD for row in self._rows):
+            self._ensure(contexts)
+            self._read([row.unread > MOST_UNREAD for row in self._rows])
         return [0 < len(c.tokens) - 1 <= row.known for row, c in zip(self._rows, contexts, strict=True)]
 
     def predict(self, contexts: Sequence[Context], wanted: Sequence[bool]) -> Float[Tensor, "B n H"]:
@@ -92,8 +94,7 @@ class DFlashReader:
         Wanted contexts must be ready (see `receive`); the other rows are undefined.
         """
         shape = self._drafter.network.shape
-        longest = max(len(context.tokens) for context in contexts)
-        self._cache.ensure(longest + MAX_BATCHED + shape.block)
+        self._ensure(contexts)
         self._read(wanted)
         starts = [len(c.tokens) - 1 if want else 0 for c, want in zip(contexts, wanted, strict=True)]
         blocks = [
@@ -104,6 +105,11 @@ class DFlashReader:
         embedded = self._drafter.embedded(numbers[:, :-1])
         states = self._drafter.network.predict(embedded, numbers[:, -1], self._cache, max(starts) + shape.block)
         return states[:, 1:]
+
+    def _ensure(self, contexts: Sequence[Context]) -> None:
+        """Make room for each text, what is read after it, and a block."""
+        longest = max(len(context.tokens) for context in contexts)
+        self._cache.ensure(longest + MAX_BATCHED + self._drafter.network.shape.block)
 
     def _arrange(self, ids: list[int]) -> None:
         """Give the cache one row for each of these requests and no others."""
@@ -134,8 +140,7 @@ class DFlashReader:
             row.read += len(states)
 
     def _fused(self, row: HeadRow) -> Float[Tensor, "n H"]:
-        taps = [torch.cat(parts) for parts in zip(*row.waiting, strict=True)]
-        row.waiting = []
+        taps, row.waiting = join_taps(row.waiting), []
         return self._drafter.network.fuse([tap.float() for tap in taps])
 
     def _positions(self, starts: list[int], width: int) -> Tensor:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from draftproof.core.distribution import Distribution, DraftVocab
 from draftproof.core.rng import Philox, Purpose
-from draftproof.core.sampling import SamplingParams, any_edits
+from draftproof.core.sampling import SamplingParams, plain_temperature
 from draftproof.core.types import PAD, Draft
 from draftproof.drafters.build import Guess, chosen
 from draftproof.drafters.interface import Context
-from draftproof.drafters.sample import only_temperature
 from draftproof.drafters.switch import merged, padded_distribution, padded_tokens
 from draftproof.models.head.compiled import Chain, Choice
 
@@ -36,9 +35,8 @@ class ChainReader(Protocol):
 
 def kind_of(sampling: SamplingParams) -> str | None:
     """Return how a compiled chain serves a row: greedy, or drawn at a temperature; None if it does not."""
-    if sampling.temperature == 0:
-        return None if any_edits([sampling]) else GREEDY
-    return DRAWN if only_temperature(sampling) else None
+    temperature = plain_temperature(sampling)
+    return None if temperature is None else DRAWN if temperature else GREEDY
 
 
 def draft_chain(

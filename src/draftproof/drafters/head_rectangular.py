@@ -1,7 +1,7 @@
 """Read published heads over one rectangular cache, which is copied when rows come and go: MTP, and EAGLE-3 on a CPU.
 
-Other heads have the pool of `drafters/head.py`. An MTP layer brings its own attention, which knows no pool, and packed
-passes on a CPU know the layer of the heads trained here only.
+Other heads have the pool of `drafters/head_reader.py`. An MTP layer brings its own attention, which knows no pool, and
+packed passes on a CPU know the layer of the heads trained here only.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof.core.device import is_cpu, to_device
-from draftproof.drafters.head_row import MAX_BATCHED, POSITIONS_PER_PASS, HeadRow
+from draftproof.drafters.head_reader import MAX_BATCHED, MOST_UNREAD, POSITIONS_PER_PASS, HeadRow, join_taps
 from draftproof.drafters.interface import Context
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
 from draftproof.models.head.network import FittedHead, rounded
@@ -34,15 +34,17 @@ class RectangularHeadReader:
         return len(self._ids)
 
     def receive(self, contexts: Sequence[Context], room: int) -> list[bool]:
-        """Store the target's new hidden states without reading them; return which contexts can be drafted for.
+        """Store the target's new hidden states; return which contexts can be drafted for.
 
         Those are the contexts whose states are known up to the token before the last. The cache gets room for so many
-        entries after every text.
+        entries after every text. States are read later, or here once more than `MOST_UNREAD` wait in a row.
         """
         self._arrange([context.id for context in contexts])
         self._room = room
-        for row, context in zip(self._rows, contexts, strict=True):
+        for b, (row, context) in enumerate(zip(self._rows, contexts, strict=True)):
             row.receive(context)
+            if row.unread > MOST_UNREAD:
+                self._read_unread(b, context)
         return [0 < len(c.tokens) - 1 <= row.known for row, c in zip(self._rows, contexts, strict=True)]
 
     def logits(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N R"]:
@@ -131,13 +133,21 @@ class RectangularHeadReader:
         parts = [part for row in waiting for part in row]
         fused = self._head.table.new_empty((0, self._head.table.shape[1]), dtype=torch.float32)
         if parts:
-            taps = [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*parts, strict=True)]
-            fused = self._head.head.fuse([tap.float() for tap in taps])
+            fused = self._head.head.fuse([tap.float() for tap in join_taps(parts)])
         each = list(fused.split(counts))
         return [
             row.last if want and not len(states) and row.last is not None else states
             for row, want, states in zip(self._rows, wanted, each, strict=True)
         ]
+
+    def _read_unread(self, b: int, context: Context) -> None:
+        """Read the stored states of a row, all but the last."""
+        row = self._rows[b]
+        taps = join_taps(row.waiting)
+        row.read = row.known - len(taps[0])
+        self._cache.ensure(len(context.tokens) + MAX_BATCHED + self._room)
+        self._read_long(b, context.tokens, self._head.head.fuse([tap.float() for tap in taps]))
+        row.waiting = [tuple(tap[-1:].clone() for tap in taps)]
 
     def _read_long(self, b: int, tokens: Sequence[int], states: Float[Tensor, "n H"]) -> Float[Tensor, "1 H"]:
         """Read all positions of a row but the last, without the other rows; return the last one's state."""

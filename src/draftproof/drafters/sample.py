@@ -7,7 +7,7 @@ used instead. On a CPU it takes a third of a head's step, so plain temperature s
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -21,7 +21,7 @@ from draftproof.core.distribution import LOG2_E, Distribution, DraftVocab, propo
 from draftproof.core.draw import chunk_sums, exp2_by_row_, pick, row_by_row
 from draftproof.core.penalties import edited_without_sync
 from draftproof.core.rng import Philox, Purpose
-from draftproof.core.sampling import SamplingParams, any_edits, warp_without_sync
+from draftproof.core.sampling import SamplingParams, any_edits, only_temperature, warp_without_sync
 from draftproof.core.types import PAD, History
 from draftproof.drafters.interface import Context
 
@@ -120,6 +120,51 @@ def with_drafted(histories: list[History], samplings: Sequence[SamplingParams], 
     ]
 
 
+def draw_token(
+    draws: Draws, logits: Float[Tensor, "B R"], histories: list[History], j: int, greedy: bool
+) -> tuple[Distribution, Int[Tensor, " B"]]:
+    """Draw each row's j-th token, or take the argmax if all rows are greedy; return its distribution and the token.
+
+    The draw stays in the reduced vocabulary, so nothing of the target's vocabulary size is written. The exception is
+    shared random numbers: they address the target's tokens.
+    """
+    rng, vocab = draws.rng, draws.vocab
+    assert vocab is not None
+    on_kernels = runs_kernels(logits.device) and kernels.draws_from(logits) and not rng.shared
+    if not greedy and (draws.on_cpu_path(logits) or on_kernels):
+        return draws(logits, histories, j)
+    dist = draws.distribution(logits, histories)
+    if greedy:
+        return dist, vocab.ids[dist.logits.argmax(-1)]
+    if rng.shared:
+        return dist, propose(dist, rng, j)
+    point = torch.where(dist.point == PAD, PAD, vocab.entry[dist.point.clamp_min(0)])
+    return dist, vocab.ids[replace(dist, vocab=None, point=point).draw(rng, Purpose.DRAFT, j)]
+
+
+def own_log_prob(
+    draws: Draws, logits: Float[Tensor, "B R"], histories: list[History], dist: Distribution, token: Int[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """Return the log-probability of each row's token: for a greedy row, the drafter's own (see `ranking`)."""
+    log_p = dist.log_prob(token)
+    greedy = [b for b, sampling in enumerate(draws.samplings) if sampling.temperature == 0]
+    if greedy:
+        rows = to_device(greedy, logits.device)
+        samplings = [ranking(draws.samplings[b]) for b in greedy]
+        own = warp_without_sync(logits[rows][:, None], samplings, [histories[b] for b in greedy], draws.vocab).first
+        log_p = log_p.index_copy(0, rows, own.log_prob(token[rows]))
+    return log_p
+
+
+def ranking(sampling: SamplingParams) -> SamplingParams:
+    """Replace temperature 0 by 1 to rank candidates.
+
+    A greedy target takes its argmax, but the head does not know for certain which token that is; its own probabilities
+    say how sure it is.
+    """
+    return replace(sampling, temperature=1.0) if sampling.temperature == 0 else sampling
+
+
 def _by_sampling(samplings: Sequence[SamplingParams], rng: Philox, logits: Float[Tensor, "B R"]) -> list[list[int]]:
     """Return rows that share a way of drawing: by temperature where the fast CPU path applies, and all others."""
     every = list(range(len(samplings)))
@@ -142,12 +187,6 @@ def cpu_path_applies(logits: Float[Tensor, "B R"], samplings: Sequence[SamplingP
         and all(only_temperature(sampling) for sampling in samplings)
         and len({sampling.temperature for sampling in samplings}) == 1
     )
-
-
-def only_temperature(sampling: SamplingParams) -> bool:
-    """Return whether a row is drawn at a temperature, and nothing else changes its distribution."""
-    unfiltered = sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0
-    return sampling.temperature > 0 and unfiltered and not sampling.penalises and not sampling.logit_bias
 
 
 UniformPairs = list[list[float]]

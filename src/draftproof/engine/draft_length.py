@@ -27,6 +27,10 @@ PROBE_LENGTH: Final = 2
 PROBE_BUDGET: Final = 0.01
 """Share of the time that probes may cost, so cheap probes are frequent."""
 
+ROUNDS_OF_REST: Final = 3
+"""Rounds that several rows go on without drafts before lengths are chosen anew: after a pass, when caches are cold, a
+choice for 16 rows takes a hundredth of a round."""
+
 SPEED_TOLERANCE: Final = 0.005
 """Relative difference below which two speeds are equal. The longest of equal lengths is taken, because text that can be
 copied starts without notice."""
@@ -92,6 +96,9 @@ class AutoLength:
     typical: "DraftRecord" = field(default_factory=lambda: DraftRecord.decaying(TYPICAL_DECAY))
     """Drafts of requests without a seed of their own: what a row with few drafts is assumed to be like."""
 
+    rest: int = 0
+    """Rounds until lengths are chosen anew, unless there is a draft before."""
+
     def costs(self, rows: int) -> "Costs":
         """Return the costs of rounds of about so many rows.
 
@@ -127,6 +134,15 @@ class AutoLength:
         return self._probed(record, best, 1, self.fixed.of_round(PROBE_LENGTH) - self.fixed.of_round(best))
 
     def _together(self, records: Sequence["DraftRecord"], others: int, costs: "Costs") -> list[int]:
+        """Choose lengths of rows that share costs; several rows that draft nothing go on so for some rounds."""
+        if len(records) > 1 and self.rest:
+            self.rest -= 1
+            return [record.ask(0) for record in records]
+        lengths = self._chosen_together(records, others, costs)
+        self.rest = 0 if any(lengths) else ROUNDS_OF_REST
+        return lengths
+
+    def _chosen_together(self, records: Sequence["DraftRecord"], others: int, costs: "Costs") -> list[int]:
         best = best_lengths(records, costs, others)
         positions = others + len(records) + sum(best)
         now = costs.of_pass(positions) if records else 1.0
@@ -149,6 +165,7 @@ class AutoLength:
         record = self.records.get(session.id) or self.records.setdefault(session.id, DraftRecord())
         record.asked = record.asked if asked is None else asked
         record.update(drafted, accepted)
+        self.rest = 0 if drafted else self.rest
         if not self.reproduces(session):
             self.typical.asked = record.asked
             self.typical.update(drafted, accepted)

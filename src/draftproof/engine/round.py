@@ -450,7 +450,11 @@ def _target_outputs(
         top = torch.tensor(result.top[b][:kept], dtype=torch.long).view(kept, features.top)
     elif features.top:
         top = forward.logits[b, nodes].topk(features.top).indices
-    return TargetOutputs(stop, top, tuple(states[b, nodes] for states in forward.hidden))
+    # Copied where the next pass may write to the same memory: a recorded graph does.
+    is_view = result.path is None and is_cpu(result.nodes.device)
+    return TargetOutputs(
+        stop, top, tuple(states[b, :kept] if is_view else states[b, nodes] for states in forward.hidden)
+    )
 
 
 @dataclass(slots=True)

@@ -60,15 +60,15 @@ class TextStream:
             end, _, self.stopped = min(found)
             self._held = ""
             return text[: end - len(self.stopped)]
-        safe = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        safe = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[safe:]
         return text[:safe]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Count the characters at the end of `text` that are the beginning of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+def overlap(text: str, mark: str) -> int:
+    """Count the characters at the end of `text` that are the beginning of `mark`, and not all of it."""
+    longest = min(len(text), len(mark) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def cut(

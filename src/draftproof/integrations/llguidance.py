@@ -81,7 +81,8 @@ class Grammar:
     def _check(self) -> None:
         """Raise the matcher's error: it does not raise errors itself, and stays in the error state."""
         if self._matcher.is_error():
-            raise ValueError(f"llguidance: {self._matcher.get_error()}")
+            reason = self._matcher.get_error().partition("\n<state>")[0]  # not the state of its parser
+            raise ValueError(f"llguidance: {reason}")
 
 
 def _grammar(grammar: str, engine: Engine) -> Grammar:

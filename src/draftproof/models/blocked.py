@@ -1,4 +1,4 @@
-"""Lay out weights for compiled products (avx512.py): blocks of sixteen outputs, so that a pass reads memory in order.
+"""Lay out weights for compiled products: blocks of sixteen outputs, so that a pass reads memory in order.
 
 A layer that is laid out gives up torch's layout of its weights, which would take as much memory again; it is made anew
 where something else than a compiled pass asks for it.
@@ -99,7 +99,7 @@ def lay_out(linear: Int4Linear) -> Blocks:
 
 
 def layer_blocks(layer: Any) -> list[Tensor | None]:
-    """Lay out the weights of a Llama layer in the order of avx512.LAYER_FIELDS, once; copies of a model share them."""
+    """Lay out the weights of a Llama layer in the order of decoder.LAYER_FIELDS, once; copies of a model share them."""
     attention, mlp = layer.self_attn, layer.mlp
     if attention.o_proj.layer_blocks is None:
         attention.o_proj.layer_blocks = [

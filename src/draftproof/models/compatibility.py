@@ -244,6 +244,12 @@ def same_vocabulary(target: Model, drafter: Model, tokenizer: Any, draft_tokeniz
                 "draft_tokenizer=, or use a drafter of the same family"
             )
         return True
+    for name, given in (("tokenizer", tokenizer), ("draft_tokenizer", draft_tokenizer)):
+        if not hasattr(given, "get_vocab"):
+            raise ValueError(
+                f"{name} is a {type(given).__name__} without get_vocab(), so that the two vocabularies cannot be "
+                "compared: pass a tokenizer of transformers"
+            )
     one, other = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     shared = sum(one.get(token) == i for token, i in other.items())
     differs = any(one.get(token, i) != i for token, i in other.items())

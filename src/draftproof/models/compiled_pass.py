@@ -1,4 +1,4 @@
-"""Run the packed passes of a Llama model on four-bit weights as one compiled call (avx512.py); numba compiles it."""
+"""Run the packed passes of a Llama model on four-bit weights as one compiled call (compiled/); numba compiles it."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -251,13 +251,17 @@ class CompiledLayers:
         widest  the largest number of inputs of other products in the same workspace
         reach   slots of a row that are attended to at most, if they are more than now
         """
+        from draftproof.models.compiled.attention import scratch_bytes
+
         rows, size, threads = len(states), self._sizes, torch.get_num_threads()
         trees = [None if span.seen is None else span.seen.to(torch.uint8).contiguous() for span in spans]
         layers, places = self._layer_table(keys, values, found), _span_table(spans, trees)
         width, attended = self._same["input_width"], size.heads * size.head_dim
         reach = max(reach, max(span.reach for span in spans))
         cosines, sines = self._rotation.rows(reach)
-        work = Workspace(rows, max(width, attended, size.intermediate, widest), threads, reach + size.head_dim)
+        queries = size.heads // size.kv_heads * max(span.width for span in spans)
+        room = max(4 * reach, scratch_bytes(queries, size.head_dim, size.head_dim))
+        work = Workspace(rows, max(width, attended, size.intermediate, widest), threads, room)
         normed = states if self._norm is None else torch.empty_like(states)
         sizes = (size.projected, attended, size.intermediate, 0 if self._entry is None else width)
         made = torch.empty(rows * sum(sizes))
@@ -374,11 +378,11 @@ def compile_linears(network: nn.Module) -> None:
 
 
 class Workspace:
-    """The memory of one pass: rounded inputs, and for each thread room for a tile of outputs or a token's scores."""
+    """The memory of one pass: rounded inputs, and for each thread room for a tile of outputs or for attention."""
 
-    def __init__(self, rows: int, widest: int, threads: int, scores: int) -> None:
+    def __init__(self, rows: int, widest: int, threads: int, attention_bytes: int) -> None:
         rounded = rows * widest * 2 + rows * (widest // GROUP) * 4 + rows * 4 + 3 * 64
-        self.scratch_bytes = -(-max(rows * PAIR * 4, scores * 4) // 64) * 64
+        self.scratch_bytes = -(-max(rows * PAIR * 4, attention_bytes) // 64) * 64
         buffers = -(-threads * (rounded + widest * 4) // 64) * 64
         self._memory = torch.empty(buffers + threads * self.scratch_bytes, dtype=torch.uint8)
         self.buffers = self._memory.data_ptr()
@@ -401,8 +405,10 @@ def run_pass(fields: Mapping[str, int]) -> None:
 def run_region(
     chain: Mapping[str, int], reading: Mapping[str, int] | None, stepping: Mapping[str, int] | None = None
 ) -> None:
-    """Run the compiled region over the numbers of a call and of its passes; see avx512.CHAIN_FIELDS."""
-    from draftproof.models.avx512 import CHAIN_FIELDS, PASS_FIELDS, region
+    """Run the compiled region over the numbers of a call and of its passes; see compiled.draft_chain.CHAIN_FIELDS."""
+    from draftproof.core.simd import START
+    from draftproof.models.compiled.decoder import PASS_FIELDS
+    from draftproof.models.compiled.draft_chain import CHAIN_FIELDS, region
 
     gate = Gate()
     passes = [
@@ -410,18 +416,11 @@ def run_region(
     ]
     first, second = (0 if data is None else data.ctypes.data for data in passes)
     data = _numbers(CHAIN_FIELDS, {**chain, "reading": first, "stepping": second})
-    _parallel()(region.address, data.ctypes.data, torch.get_num_threads(), 0)
+    START(region.address, data.ctypes.data, torch.get_num_threads(), 0)
 
 
 def _numbers(names: Sequence[str], fields: Mapping[str, int]) -> Any:
     return np.array([fields.get(name, 0) for name in names], dtype=np.int64)
-
-
-@cache
-def _parallel() -> Any:
-    start = ctypes.CDLL(None).GOMP_parallel
-    start.argtypes, start.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return start
 
 
 def _is_run(inputs: int, runs: int) -> bool:

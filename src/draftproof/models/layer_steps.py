@@ -1,6 +1,6 @@
 """Run the small steps of a decoder layer on a CPU, in float32, in one call each: RMSNorm, rotary embedding, gating.
 
-The functions are those of kernels/layer.py. Their loops are compiled (compiled_layer.py); without numba they are few
+The functions are those of kernels/layer.py. Their loops are compiled (compiled/layer.py); without numba they are few
 calls of torch.
 """
 
@@ -114,8 +114,10 @@ def _rotated(x: Float[Tensor, "N h d"], cos: Tensor, sin: Tensor) -> Float[Tenso
 
 def _start(address: int, numbers: Sequence[int], work: int) -> None:
     """Run a compiled region on the threads that torch uses, or on this one if there is little work."""
+    from draftproof.core.simd import START
+
     call = (c_int64 * len(numbers))(*numbers)
-    compiled_layer().START(address, call, 1 if work <= FEW_NUMBERS else torch.get_num_threads(), 0)
+    START(address, call, 1 if work <= FEW_NUMBERS else torch.get_num_threads(), 0)
 
 
 @cache

@@ -188,7 +188,7 @@ class _SpanAttention:
 
     def __init__(self, piece: Piece, work: _Workspace, scale: float) -> None:
         size, slots, few = work.size, piece.keys.stop - piece.keys.start, piece.width <= FEW_TOKENS
-        self._scale, self._bias = scale, piece.bias
+        self._scale, self._bias = scale, piece.made_bias()
         head, token = size.head_dim, size.kv_heads * size.head_dim
         self._keys = (size.kv_heads, head, slots), (head, 1, token), piece.keys.start * token
         self._values = (size.kv_heads, slots, head), (head, token, 1), piece.keys.start * token

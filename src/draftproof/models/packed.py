@@ -5,11 +5,12 @@ bits do not depend on its neighbours.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
@@ -23,8 +24,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from draftproof.core.tree import lineage
 
 FEW_SCORES: Final = 6144
-"""Scores of a head up to which a span of several tokens is attended to by the compiled call; beyond, torch's attention,
-which multiplies blocks of tokens, is faster. A single token always is."""
+"""Scores of a head up to which a span of several tokens is attended to query by query in the compiled call, where its
+queries cannot be lanes of vectors (a tree); beyond, torch's attention is faster. A single token always is."""
+
+
+Table = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +52,37 @@ class Span:
         return self.before + self.width
 
 
-class Piece(NamedTuple):
-    """A span as one kind of layer attends to it: where its tokens are in the pass, its keys' slots, and its bias."""
+@dataclass(slots=True)
+class Piece:
+    """A span as one kind of layer attends to it.
+
+    tokens  where its tokens are in the pass
+    keys    the slots that its tokens attend to
+    width   how many tokens it has
+    bias    what is added to the scores of its tokens, or a function that makes it when it is needed first; None: every
+            token attends to every key
+    causal  if each token attends to all tokens before it and itself, within a window: those; None for trees
+    """
 
     tokens: slice
     keys: slice
     width: int
-    bias: Float[Tensor, "1 1 G S"] | None
+    bias: "Float[Tensor, '1 1 G S'] | Callable[[], Float[Tensor, '1 1 G S']] | None"
+    causal: "Causal | None" = None
+
+    def made_bias(self) -> Float[Tensor, "1 1 G S"] | None:
+        """Return the bias; it is made once."""
+        if callable(self.bias):
+            self.bias = self.bias()
+        return self.bias
+
+
+class Causal(NamedTuple):
+    """The slot of a row's first token, the tokens before a span, and the positions that a token attends to, 0: all."""
+
+    start: int
+    before: int
+    window: int
 
 
 @dataclass(slots=True)
@@ -167,16 +195,16 @@ def _piece(
     if size is not None:  # keys that not even the first token may attend to
         first = span.before // size * size if kind == "chunked_attention" else max(0, span.before - size + 1)
     keys = slice(span.start + first, span.start + span.stop)
-    bias = _bias(span, first, kind, size, group, dtype, device)
-    return Piece(slice(stop - span.width, stop), keys, span.width, bias)
+    bias = None if span.width == 1 else partial(_bias, span, first, kind, size, group, dtype, device)
+    is_causal = span.parents is None and kind != "chunked_attention"
+    causal = Causal(span.start, span.before, size or 0) if is_causal else None
+    return Piece(slice(stop - span.width, stop), keys, span.width, bias, causal)
 
 
 def _bias(
     span: Span, first: int, kind: str, size: int | None, group: int, dtype: torch.dtype, device: torch.device
-) -> Float[Tensor, "1 1 G S"] | None:
-    """Return what is added to the scores of a span's tokens; None if every token attends to every key."""
-    if span.width == 1:
-        return None
+) -> Float[Tensor, "1 1 G S"]:
+    """Return what is added to the scores of a span's tokens."""
     columns, own = torch.arange(first, span.stop, device=device), _positions(span, device)
     if span.parents is None:
         visible = columns <= own[:, None]
@@ -194,15 +222,15 @@ def _bias(
 
 
 class Few(NamedTuple):
-    """Pieces of few tokens as a table of numbers, which the compiled loops read (compiled_layer.py)."""
+    """Pieces of few queries as a table of numbers, which the compiled loops read (compiled/layer.py)."""
 
-    table: np.ndarray[Any, np.dtype[np.int64]]
+    table: Table
     biases: list[Tensor | None]
     """What the table has addresses of."""
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> "Few | None":
-        biases = [piece.bias for piece in pieces]
+        biases = [piece.made_bias() for piece in pieces]
         rows = [
             (piece.tokens.start, piece.width, piece.keys.start, _reach(piece), 0 if bias is None else bias.data_ptr())
             for piece, bias in zip(pieces, biases, strict=True)
@@ -211,23 +239,61 @@ class Few(NamedTuple):
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
         """Attend with all tokens of the table in one call, and write to `out`."""
-        compiled, threads = compiled_layer(), torch.get_num_threads()
-        factor = np.array([scale], dtype=np.float32)
         room = (query.shape[3] + int(self.table[:, 3].max()) + 15) // 16 * 64
-        scratch = np.empty(threads * room, dtype=np.uint8)
-        call = np.array(
-            [len(self.table), self.table.ctypes.data, query.data_ptr(), *query.stride()[1:3], keys.data_ptr(),
-             *keys.stride()[1:3], values.data_ptr(), *values.stride()[1:3], out.data_ptr(), query.shape[1],
-             keys.shape[1], query.shape[3], values.shape[3], factor.ctypes.data, scratch.ctypes.data, room],
-            dtype=np.int64,
-        )  # fmt: skip
-        compiled.START(compiled.ATTEND, call.ctypes.data, threads, 0)
+        _run_compiled(compiled_layer().ATTEND, self.table, room, query, keys, values, scale, out)
+
+
+class Many(NamedTuple):
+    """Pieces of many queries, which are lanes of vectors (compiled/attention.py), as a table of numbers."""
+
+    table: Table
+    vectors: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], group: int, shared: int) -> "Many | None":
+        if not pieces:
+            return None
+        from draftproof.core.simd import LANES
+
+        rows, vectors = [], 0
+        for piece in pieces:
+            assert piece.causal is not None
+            rows.append((piece.tokens.start, piece.width, *piece.causal, vectors))
+            vectors += shared * -(-group * piece.width // LANES)
+        return cls(np.array(rows, dtype=np.int64), vectors)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
+        """Attend with all tokens of the table in one call, and write to `out`."""
+        from draftproof.models.compiled.attention import scratch_bytes
+
+        group = query.shape[1] // keys.shape[1]
+        room = scratch_bytes(group * int(self.table[:, 1].max()), query.shape[3], values.shape[3])
+        _run_compiled(compiled_layer().ATTEND_MANY, self.table, room, query, keys, values, scale, out, self.vectors)
+
+
+def _run_compiled(
+    region: int, table: Table, room: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor,
+    vectors: int = 0,
+) -> None:  # fmt: skip
+    """Run a compiled region that attends; `room` are the bytes of scratch that a thread needs."""
+    from draftproof.core.simd import START
+
+    threads = torch.get_num_threads()
+    factor, scratch = np.array([scale], dtype=np.float32), np.empty(threads * room, dtype=np.uint8)
+    call = np.array(
+        [len(table), table.ctypes.data, query.data_ptr(), *query.stride()[1:3], keys.data_ptr(), *keys.stride()[1:3],
+         values.data_ptr(), *values.stride()[1:3], out.data_ptr(), query.shape[1], keys.shape[1], query.shape[3],
+         values.shape[3], factor.ctypes.data, scratch.ctypes.data, room, vectors],
+        dtype=np.int64,
+    )  # fmt: skip
+    START(region, call.ctypes.data, threads, 0)
 
 
 class Divided(NamedTuple):
-    """Pieces of a pass, divided into those that one compiled call attends to (if any) and the others."""
+    """Pieces of a pass, divided into those that compiled calls attend to (if any) and the others."""
 
     few: Few | None
+    many: Many | None
     others: Sequence[Piece]
 
 
@@ -236,21 +302,38 @@ def compiled_layer() -> Any:
     """Return the module of compiled steps of layers; None without numba, or where threads are not GNU's."""
     if find_spec("numba") is None or not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return None
-    from draftproof.models import compiled_layer
+    from draftproof.models.compiled import layer
 
-    return compiled_layer
+    return layer
+
+
+@cache
+def fewest_lanes() -> int | float:
+    """Return from how many queries that share keys on they are lanes of vectors: never, if vectors have fewer lanes."""
+    if compiled_layer() is None or not torch.cpu._is_avx512_supported():
+        return math.inf
+    from draftproof.models.compiled.attention import FEWEST
+
+    return FEWEST
 
 
 def divide(pieces: Sequence[Piece], query: Tensor, keys: Tensor, values: Tensor, plain: bool = True) -> Divided:
     """Divide pieces by how they are attended to: that depends on a piece alone, never on others. `plain`: no extras."""
     is_float32 = all(each.dtype == torch.float32 and each.stride(-1) == 1 for each in (query, keys, values))
     if not (plain and is_float32 and query.device.type == "cpu") or compiled_layer() is None:
-        return Divided(None, pieces)
+        return Divided(None, None, pieces)
+    group = query.shape[1] // keys.shape[1]
     few: list[Piece] = []
+    many: list[Piece] = []
     others: list[Piece] = []
     for piece in pieces:
-        (few if piece.width == 1 or piece.width * _reach(piece) <= FEW_SCORES else others).append(piece)
-    return Divided(Few.of(few), others)
+        if piece.causal is not None and group * piece.width >= fewest_lanes():
+            many.append(piece)
+        elif piece.width == 1 or piece.width * _reach(piece) <= FEW_SCORES:
+            few.append(piece)
+        else:
+            others.append(piece)
+    return Divided(Few.of(few), Many.of(many, group, keys.shape[1]), others)
 
 
 def _reach(piece: Piece) -> int:
@@ -266,20 +349,22 @@ def attend(
     softcap: float | None = None,
     sinks: Float[Tensor, " h"] | None = None,
 ) -> Float[Tensor, "1 N h e"]:
-    """Attend piece by piece, few tokens in one compiled call; query heads that share keys are one longer query."""
+    """Attend piece by piece, compiled where that is served; query heads that share keys are one longer query."""
     heads, shared = query.shape[1], keys.shape[1]
-    few, others = work if isinstance(work, Divided) else divide(work, query, keys, values)
+    few, many, others = work if isinstance(work, Divided) else divide(work, query, keys, values)
     out = query.new_empty(1, query.shape[2], heads, values.shape[3])
-    if few is not None:
-        scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        few.attend(query, keys, values, scale, out)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    for compiled in (few, many):
+        if compiled is not None:
+            compiled.attend(query, keys, values, scale, out)
     for piece in others:
+        bias = piece.made_bias()
         k, v = keys[:, :, piece.keys], values[:, :, piece.keys]
         folded = query[:, :, piece.tokens].reshape(1, shared, -1, query.shape[3])
         if softcap is None and sinks is None:
-            attended = scaled_dot_product_attention(folded, k, v, attn_mask=piece.bias, scale=scaling)
+            attended = scaled_dot_product_attention(folded, k, v, attn_mask=bias, scale=scaling)
         else:
-            attended = _attended_with_extras(folded, k, v, piece.bias, scaling, softcap, sinks)
+            attended = _attended_with_extras(folded, k, v, bias, scaling, softcap, sinks)
         out[:, piece.tokens] = attended.reshape(1, heads, piece.width, -1).transpose(1, 2)
     return out
 

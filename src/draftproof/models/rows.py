@@ -2,7 +2,7 @@
 
 `PooledRows` packs the tokens of all rows into one pass over a KV pool. `RectangularRows` serves models that cannot be
 packed: it pads rows to one width, and copies its cache when rows enter or leave. Rows of hybrid models are rectangular,
-and keep keys and values in a pool (hybrid.py).
+and keep keys and values in a pool (hybrid_rows.py).
 """
 
 from collections.abc import Sequence

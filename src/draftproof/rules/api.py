@@ -1,8 +1,8 @@
 """Decide a round: `verify` for other people's engines and `decide` for ours, on one path.
 
-`decide` takes the Triton kernels where they serve the call, else the PyTorch rules. Both make the same decisions from
-the same random numbers. Kernels work on raw scores and write out no distribution; what they flag as faulty is decided
-again by the reference, which can say what is wrong with it.
+`decide` takes the Triton kernels where they serve the call, compiled loops for the rows that they serve on a CPU, else
+the PyTorch rules. All make the same decisions from the same random numbers. Kernels and loops work on raw scores and
+write out no distribution; what they flag as faulty is decided again by the reference, which can say what is wrong.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +19,10 @@ from draftproof import kernels
 from draftproof.core.device import is_cpu, runs_kernels
 from draftproof.core.distribution import Distribution, DraftVocab
 from draftproof.core.rng import Philox
-from draftproof.core.sampling import SamplingParams, warp, warp_without_sync
+from draftproof.core.sampling import SamplingParams, plain_temperature, warp, warp_without_sync
 from draftproof.core.tree import real
 from draftproof.core.types import PAD, Draft, History, Verdict
-from draftproof.rules import RULES, Verifier, resolve
+from draftproof.rules import RULES, Verifier, cpu_verify, resolve
 from draftproof.rules.chain import refuse_inexact
 from draftproof.rules.checks import (
     BAD_DRAFT,
@@ -212,7 +212,11 @@ def decide(
             result = read(decision)
         if result is not None:
             return result
-    decision = _by_reference(scored, rng, RULES[rule] if isinstance(rule, str) else rule, refuse, timer)
+    verifier = RULES[rule] if isinstance(rule, str) else rule
+    if refuse is None and serves_on_cpu(scored, rule):
+        decision = _by_compiled_rules(scored, rng(), str(rule), verifier, timer)
+    else:
+        decision = _by_reference(scored, rng, verifier, refuse, timer)
     with timer("commit"):
         result = read(decision)
     assert result is not None, "the reference's decision is final"
@@ -272,6 +276,65 @@ def positions_of(verdict: Verdict) -> Int[Tensor, "B J"]:
     if verdict.path is None:
         return torch.arange(J, device=verdict.tokens.device).expand(B, J)
     return torch.nn.functional.pad(verdict.path.clamp_min(PAD) + 1, (1, 0))
+
+
+# ----------------------------------------------------------------------------------------------- compiled for a CPU
+
+
+def serves_on_cpu(scored: Scored, rule: str | Verifier) -> bool:
+    """Tell whether some rows of a round may be served by compiled loops; which ones is found out row by row."""
+    return (
+        scored.target is None
+        and scored.raw_draft is None
+        and any(plain_temperature(sampling) is not None for sampling in scored.samplings)
+        and cpu_verify.has_compiled(rule, scored.draft, scored.logits)
+    )
+
+
+def _by_compiled_rules(scored: Scored, rng: Philox, rule: str, verifier: Verifier, timer: Timer) -> Decision:
+    """Verify the rows that compiled loops serve by them, and the others by the reference."""
+    with timer("verify"):
+        temperatures = [
+            plain_temperature(sampling) if _allows_all(scored, b) else None
+            for b, sampling in enumerate(scored.samplings)
+        ]
+        made = cpu_verify.verify_rows(scored.logits, temperatures, scored.draft, rng, rule)
+    verdict, draft = Verdict(made.tokens, made.accepted), scored.draft
+    faults, sound = torch.zeros_like(made.accepted), made.accepted + 1
+    left = [b for b, served in enumerate(made.served) if not served]
+    if left:
+        index = torch.tensor(left)
+        rest = _by_reference(_some_rows(scored, index), lambda: rng.take(index), verifier, None, timer)
+        lengths = draft.lengths.index_copy(0, index, rest.draft.lengths)
+        draft = replace(draft, tokens=draft.tokens.clamp(PAD, scored.logits.shape[-1] - 1), lengths=lengths)
+        verdict.tokens.index_copy_(0, index, rest.verdict.tokens)
+        verdict.accepted.index_copy_(0, index, rest.verdict.accepted)
+        faults.index_copy_(0, index, rest.faults)
+        sound.index_copy_(0, index, rest.sound)
+    return Decision(verdict, faults, sound, by_kernels=False, draft=draft)
+
+
+def _allows_all(scored: Scored, b: int) -> bool:
+    return scored.allowed is None or bool(scored.allowed[b].all())
+
+
+def _some_rows(scored: Scored, index: Int[Tensor, " N"]) -> Scored:
+    """Return some rows of a round; its q is made already."""
+    rows, draft = index.tolist(), scored.draft
+    K = draft.tokens.shape[1]
+    part = Draft(
+        draft.tokens[index],
+        draft.lengths[index],
+        None if draft.q is None else draft.q.rows(index, K),
+        None if draft.drawn is None else draft.drawn[index],
+    )
+    return Scored(
+        scored.logits[index],
+        [scored.samplings[b] for b in rows],
+        replace(part, shared_rng=draft.shared_rng),
+        None if scored.history is None else [scored.history[b] for b in rows],
+        None if scored.allowed is None else scored.allowed[index],
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ the kernels

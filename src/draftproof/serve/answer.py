@@ -152,8 +152,7 @@ async def respond(request: Request, state: State, prepare: Callable[[Arrival], A
 
     A client that goes away ends its texts, whatever they are waiting for.
     """
-    if state.draining:
-        raise draining_error()
+    state.check_room()
     work = _answer(state, partial(prepare, Arrival(request.state.request_id)))
     try:
         result = await unless_gone(request.receive, work)
@@ -164,11 +163,13 @@ async def respond(request: Request, state: State, prepare: Callable[[Arrival], A
 
 async def _answer(state: State, prepare: Callable[[], Answer]) -> Answer | dict[str, Any]:
     """Return the whole answer, or for a stream the answer that is yet to come."""
-    future = asyncio.get_running_loop().run_in_executor(state.preparing, prepare)
+    future = state.prepare(prepare)
     try:
         answer = await asyncio.shield(future)
-    except asyncio.CancelledError:  # the thread goes on: what it submits must not stay behind
-        future.add_done_callback(_abandon)
+    except asyncio.CancelledError:
+        if future.cancelled():
+            raise draining_error() from None
+        future.add_done_callback(_abandon)  # the thread goes on: what it submits must not stay behind
         raise
     if answer.body.stream:
         return answer

@@ -20,6 +20,7 @@ from draftproof.serve.chat import prepare_chat
 from draftproof.serve.completions import prepare_completion
 from draftproof.serve.errors import ApiError, Json, answer_errors
 from draftproof.serve.events import load_samples
+from draftproof.serve.memory import give_back_freed_memory
 from draftproof.serve.middleware import ApiKeys, BodyLimit, RequestIds
 from draftproof.serve.prompts import chat_tokens, decode
 from draftproof.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -48,7 +49,7 @@ class ErrorBody(BaseModel):
 
 
 ERRORS: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 413, 429, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 429, 500, 503)
 }
 
 
@@ -57,7 +58,9 @@ def create_app(state: State) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        trimming = asyncio.create_task(give_back_freed_memory())
         yield
+        trimming.cancel()
         await asyncio.to_thread(state.close)
 
     app = FastAPI(title="draftproof", version=draftproof.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -96,13 +99,14 @@ def _add_generation(app: FastAPI, state: State) -> None:
 
 
 def _add_tokenization(app: FastAPI, state: State) -> None:
-    def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody) -> Response:
         """Return the tokens of a text, or of a chat by the model's template."""
+        state.check_room()
         body.refuse_unknown()
         check_model(body.model, state)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages")
-        tokens = state.preparing.submit(_tokens, state, body).result()
+        tokens = await state.prepare(partial(_tokens, state, body))
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": state.max_length, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = [state.token_texts.text(token) for token in tokens]

@@ -19,7 +19,7 @@ def prepare_chat(state: State, body: ChatBody, arrival: Arrival) -> "ChatAnswer"
     """Read a chat and submit its texts."""
     body.refuse_unknown()
     check_model(body.model, state)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     use = tool_use(body, template_of(state))
     allowed = response_grammar(body, state)

@@ -18,6 +18,7 @@ TYPES: Final[Mapping[int, str]] = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -68,16 +69,22 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
-        return ApiError(429, f"{error}: try again later", code="queue_full", headers=_retry())
+        return queue_full_error(str(error))
     if isinstance(error, ServiceClosedError):
         return ApiError(503, str(error), code="engine_stopped")
     if isinstance(error, ValueError | TypeError | InexactError):
         return ApiError(400, str(error))
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply")
     return ApiError(500, f"{type(error).__name__}: {error}")
 
 
 def draining_error() -> ApiError:
     return ApiError(503, "the server is shutting down", code="draining", headers=_retry())
+
+
+def queue_full_error(reason: str) -> ApiError:
+    return ApiError(429, f"{reason}: try again later", code="queue_full", headers=_retry())
 
 
 def _retry() -> dict[str, str]:

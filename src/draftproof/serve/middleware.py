@@ -1,5 +1,6 @@
 """Guard the app: request ids and logs, API keys and the size of bodies. Pure ASGI: no work for each chunk."""
 
+import asyncio
 import json
 import logging
 import re
@@ -16,6 +17,9 @@ from draftproof.serve.errors import ApiError, error_response
 
 REQUEST_ID: Final = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 """Request ids of clients that are taken over; any other is replaced."""
+
+BODY_SECONDS: Final = 60.0
+"""Time in which a body must arrive: a client that stops halfway would keep a server that shuts down from ending."""
 
 log = logging.getLogger("draftproof.serve")
 
@@ -75,17 +79,31 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Read a request's body up to a limit, and refuse a larger one with 413."""
+    """Read a request's body up to a limit, and refuse a larger one with 413 and one that takes too long with 408."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self.app, self.most = app, most
+    def __init__(self, app: ASGIApp, most: int, seconds: float = BODY_SECONDS) -> None:
+        self.app, self.most, self.seconds = app, most, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return await self.app(scope, receive, send)
-        announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isdecimal() and int(announced) > self.most:
-            return await self._refuse(scope, receive, send)
+        try:
+            announced = Headers(scope=scope).get("content-length", "0")
+            if announced.isdecimal() and int(announced) > self.most:
+                raise self._too_large()
+            async with asyncio.timeout(self.seconds):
+                body = await self._read(receive)
+        except TimeoutError:
+            message = f"the body did not arrive within {self.seconds:g} s"
+            error = ApiError(408, message, code="body_timeout", headers={"Connection": "close"})
+            return await error_response(error)(scope, receive, send)
+        except ApiError as error:
+            return await error_response(error)(scope, receive, send)
+        if body is not None:
+            await self.app(scope, _replaying(body, receive), send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """Return the body; None if the client went away before its end."""
         parts: list[bytes] = []
         size, more = 0, True
         while more:
@@ -96,12 +114,13 @@ class BodyLimit:
             size += len(parts[-1])
             more = message.get("more_body", False)
             if size > self.most:
-                return await self._refuse(scope, receive, send)
-        await self.app(scope, _replaying(b"".join(parts), receive), send)
+                raise self._too_large()
+        return b"".join(parts)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"the body is larger than {self.most} bytes, the limit of this server"
-        await error_response(ApiError(413, message, code="body_too_large"))(scope, receive, send)
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body is larger than {self.most} bytes, the limit of this server", code="body_too_large"
+        )
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:

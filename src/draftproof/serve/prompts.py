@@ -1,7 +1,7 @@
 """Turn messages and prompts into tokens: chat templates, text parts, token ids."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from draftproof.models.tokenizer import encode
@@ -13,7 +13,7 @@ from draftproof.serve.tools import as_dict, describe_in_messages
 RESERVED: Final = frozenset({
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "self",
 })  # fmt: skip
 """Arguments of transformers' `apply_chat_template` that `chat_template_kwargs` cannot set."""
 
@@ -51,9 +51,9 @@ def chat_tokens(
     if reserved:
         raise ApiError(400, f"chat_template_kwargs cannot set {reserved[0]}", param="chat_template_kwargs")
     chat = [_message(message, at) for at, message in enumerate(messages)]
-    if tools and "tools" not in template:
-        chat, tools = describe_in_messages(chat, tools), ()
     try:
+        if tools and "tools" not in template:
+            chat, tools = describe_in_messages(chat, tools), ()
         tokens = state.tokenizer.apply_chat_template(
             chat,
             tools=[as_dict(tool) for tool in tools] or None,
@@ -66,7 +66,7 @@ def chat_tokens(
     except Exception as error:  # a template may raise anything, by design or because a message is not as it expects
         message = f"the chat template refuses these messages: {type(error).__name__}: {error}"
         raise ApiError(400, message, param="messages") from error
-    return list(tokens)
+    return _begun(state, list(tokens), "messages")
 
 
 def _message(message: Message, at: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     try:
         arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"{place}: the arguments are not JSON: {error}", param="messages") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -110,14 +110,27 @@ def prompt_tokens(state: State, prompt: str | list[int] | list[str] | list[list[
     """Return the tokens of one prompt or several, each a text or token ids."""
     is_many = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     prompts: Sequence[Any] = prompt if isinstance(prompt, list) and is_many else [prompt]
-    return [encode(each, state.tokenizer, chat=False) for each in prompts]
+    return [_begun(state, encode(each, state.tokenizer, chat=False), "prompt") for each in prompts]
+
+
+def _begun(state: State, tokens: list[int], field: str) -> list[int]:
+    """Return the tokens of a prompt; of an empty one, the token that begins texts."""
+    begin = state.tokenizer.bos_token_id
+    if not tokens and begin is None:
+        raise ApiError(400, "the prompt is empty, and the model has no token to begin a text with", param=field)
+    return tokens or [begin]
 
 
 def decode(state: State, tokens: Sequence[int]) -> str:
     """Return the text of tokens, special ones included."""
-    outside = next((token for token in tokens if token >= state.engine.model.vocab_size), None)
-    if outside is not None:
-        message = f"token {outside} is outside the vocabulary [0, {state.engine.model.vocab_size})"
-        raise ApiError(400, message, param="tokens")
+    check_vocabulary(state, tokens, "tokens")
     text: str = state.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
+
+
+def check_vocabulary(state: State, tokens: Iterable[int], field: str) -> None:
+    """Refuse tokens of a field that the model does not have."""
+    size = state.engine.model.vocab_size
+    outside = next((token for token in tokens if token >= size), None)
+    if outside is not None:
+        raise ApiError(400, f"{field}: token {outside} is outside the vocabulary [0, {size})", param=field)

@@ -3,10 +3,11 @@
 A field that is not listed here is refused by its name, unless it cannot change the text (`IGNORED`).
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from draftproof.serve.errors import ApiError
 
@@ -44,6 +45,25 @@ MOST_ALTERNATIVES: Final = 20
 LARGEST_WEIGHT: Final = 1e6
 """Largest amount that penalties and biases add to a logit: far more than logits differ by, and finite in any format."""
 
+MOST_STOPS: Final = 32
+"""Stop strings of a request: each is looked for after every token."""
+
+MOST_BIASES: Final = 1024
+"""Tokens that a request may bias: they are checked again for each of its texts."""
+
+
+def described(form: str) -> WrapValidator:
+    """Describe what a field of several types may be: pydantic would report each type as a field of its own."""
+
+    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise PydanticCustomError("form", "Input should be {form}", {"form": form}) from error
+
+    return WrapValidator(validate)
+
+
 Weight = Annotated[float, Field(ge=-LARGEST_WEIGHT, le=LARGEST_WEIGHT)]
 Count = Annotated[int, Field(ge=0)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -72,18 +92,21 @@ class StreamOptions(BaseModel):
 class GenerationBody(Body):
     """What chat and text completions have in common."""
 
+    prompt_field: ClassVar[str]
+    """The field that holds the prompt."""
+
     model: str | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, described("a string or a list of strings")] = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: Weight | None = None
     frequency_penalty: Weight | None = None
-    logit_bias: dict[str, Weight] | None = None
+    logit_bias: Annotated[dict[str, Weight], Field(max_length=MOST_BIASES)] | None = None
     response_format: dict[str, Any] | None = None
     # as vLLM names them
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -94,9 +117,12 @@ class GenerationBody(Body):
     min_tokens: Count | None = None
     return_token_ids: bool | None = None
     # ours
-    num_draft_tokens: Annotated[int, Field(ge=0, le=MOST_DRAFT_TOKENS)] | Literal["auto"] | None = None
+    num_draft_tokens: Annotated[
+        Annotated[int, Field(ge=0, le=MOST_DRAFT_TOKENS)] | Literal["auto"] | None,
+        described(f'a whole number from 0 to {MOST_DRAFT_TOKENS}, or "auto"'),
+    ] = None
     rule: Literal["block", "token", "coupled", "tree"] | None = None
-    drafter: bool | Literal["on", "off"] | None = None
+    drafter: Annotated[bool | Literal["on", "off"] | None, described('true, false, "on" or "off"')] = None
     draftproof_trace: bool | None = None
 
     @property
@@ -114,7 +140,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: Annotated[str | list[dict[str, Any]] | None, described("a string or a list of text parts")] = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -152,12 +178,16 @@ class NamedTool(BaseModel):
 class ChatBody(GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
+    prompt_field: ClassVar[str] = "messages"
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        described('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'),
+    ] = None
     parallel_tool_calls: bool | None = None
     # as vLLM names them
     chat_template_kwargs: dict[str, Any] | None = None
@@ -168,7 +198,10 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt_field: ClassVar[str] = "prompt"
+    prompt: Annotated[
+        str | list[TokenId] | list[str] | list[list[TokenId]], described("a string, token ids ≥ 0, or a list of either")
+    ]
     logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
     echo: bool | None = None
 

@@ -1,10 +1,12 @@
 """Run the app: bind a socket, serve, and drain at the first signal."""
 
+import gc
 import logging
-import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
+from threading import Thread, Timer
 from types import FrameType
 from typing import Any, Final
 
@@ -24,14 +26,14 @@ Longer than clients keep theirs (5 s in httpx and so in `openai`, 15 s in aiohtt
 is sent while the server closes its connection gets no answer.
 """
 
-KERNELS_KEPT: Final = 256
-"""Kernels that oneDNN keeps, each for one number of rows, of 0.6 MB and compiled in 0.6 ms; it would keep 1024."""
+STOP_SECONDS: Final = 1.0
+"""Time that requests have to say that they were cancelled, after the second signal."""
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that ends gently at the first SIGTERM or SIGINT and at once at the second, with exit status 0.
+    """A server that lets requests end at the first SIGTERM or SIGINT and cancels them at the second; its status is 0.
 
-    uvicorn's own would raise the signal again after it has shut down, and exit with its status.
+    uvicorn's own would cut connections off at the second signal, and raise the first one again at its end.
     """
 
     def __init__(self, config: uvicorn.Config, state: State, on_started: Callable[[], None]) -> None:
@@ -40,8 +42,15 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self.force_exit = True
+            self._cancel_all()
         self.should_exit = self._state.draining = True
+
+    def _cancel_all(self) -> None:
+        """Let all requests end with an error, then cut off those that do not."""
+        Thread(target=self._state.close, daemon=True).start()
+        cut_off = Timer(STOP_SECONDS, lambda: setattr(self, "force_exit", True))
+        cut_off.daemon = True
+        cut_off.start()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -62,11 +71,6 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def limit_kernel_cache() -> None:
-    """Bound the memory of compiled products, unless the environment does; to be called before the first one."""
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
-
-
 def server_for(state: State, on_started: Callable[[], None] = lambda: None) -> DrainingServer:
     """Return the server of a state, which does not run yet; `on_started` is called when it accepts requests."""
     config = uvicorn.Config(
@@ -82,11 +86,25 @@ def server_for(state: State, on_started: Callable[[], None] = lambda: None) -> D
 
 
 def run(state: State, bound: socket.socket, on_started: Callable[[], None] = lambda: None) -> None:
-    """Serve until a signal comes and the requests that run have ended."""
+    """Serve until a signal comes and the requests that run have ended.
+
+    What was loaded lives as long as the process: without `freeze` every full garbage collection would look through it,
+    and all streams wait. Signals that come after the end are ignored, so that they do not change the exit status.
+    """
+    server = server_for(state, on_started)
+    set_signal_handlers(server.handle_exit)  # uvicorn restores them before its event loop is closed
+    gc.freeze()
     try:
-        server_for(state, on_started).run(sockets=[bound])
+        server.run(sockets=[bound])
     finally:
+        set_signal_handlers(signal.SIG_IGN)
+        gc.unfreeze()  # extensions report what is left at the end of the process as leaks
         state.close()
+
+
+def set_signal_handlers(handler: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
 
 
 def set_up_logs(log_format: str) -> None:

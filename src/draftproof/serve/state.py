@@ -1,17 +1,23 @@
 """Hold what the routes of a server share: the service, its settings, its tokenizer and its metrics."""
 
+import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 from draftproof.core.sampling import SamplingParams
 from draftproof.engine.engine import Engine
 from draftproof.engine.service import Service
+from draftproof.serve.errors import draining_error, queue_full_error
 from draftproof.serve.metrics import Metrics
 from draftproof.serve.settings import Settings
 from draftproof.serve.token_text import TokenTexts
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -30,6 +36,9 @@ class State:
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     """Whether new requests are refused because the server shuts down."""
+    in_preparation: int = 0
+    """Requests whose prompts wait to be read, or are being read."""
+    _closing: Lock = field(default_factory=Lock)
 
     @classmethod
     def open(cls, engine: Engine, settings: Settings) -> "State":
@@ -42,8 +51,27 @@ class State:
     def close(self) -> None:
         """Cancel what runs, and end the threads."""
         self.draining = True
-        self.preparing.shutdown(wait=True, cancel_futures=True)
-        self.service.close()
+        with self._closing:
+            self.preparing.shutdown(wait=True, cancel_futures=True)
+            self.service.close()
+
+    def prepare(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """Do some work on the thread that reads prompts."""
+        future = asyncio.get_running_loop().run_in_executor(self.preparing, work)
+        self.in_preparation += 1
+        future.add_done_callback(self._leave_preparation)
+        return future
+
+    def _leave_preparation(self, _future: object) -> None:
+        self.in_preparation -= 1
+
+    def check_room(self) -> None:
+        """Refuse a request before its prompt is read, if the server shuts down or a queue is full."""
+        if self.draining:
+            raise draining_error()
+        waiting, most = max(self.in_preparation, self.service.waiting), self.settings.max_queue
+        if waiting >= most:
+            raise queue_full_error(f"{waiting} requests are waiting, and this server takes {most}")
 
     @property
     def tokenizer(self) -> Any:

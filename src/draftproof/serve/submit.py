@@ -8,28 +8,27 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.engine.request import Allowed
 from draftproof.integrations import llguidance
 from draftproof.serve.errors import ApiError, as_api_error
-from draftproof.serve.protocol import MOST_CHOICES, GenerationBody
+from draftproof.serve.prompts import check_vocabulary
+from draftproof.serve.protocol import MOST_CHOICES, MOST_STOPS, GenerationBody
 from draftproof.serve.state import State
 from draftproof.serve.texts import Text, cancel_all
 
 SAMPLING: Final = tuple(f.name for f in fields(SamplingParams) if f.name != "logit_bias")
 """Fields of a body that are fields of `SamplingParams`, under the same names."""
 
-MOST_STOPS: Final = 32
-"""Stop strings of a request: each is looked for after every token."""
-
 UNLIMITED: Final = 4096
 """Tokens of an answer that has no limit, from a model without one."""
 
 
-def sampling_of(body: GenerationBody, default: SamplingParams) -> SamplingParams:
+def sampling_of(body: GenerationBody, state: State) -> SamplingParams:
     """Return a request's sampling: the given fields, else the model's own."""
     given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     if given.get("top_k") in (-1, 0):  # off, as in vLLM and transformers
         given["top_k"] = None
     if body.logit_bias:
         given["logit_bias"] = {_token_id(name): value for name, value in body.logit_bias.items()}
-    return replace(default, **given)
+        check_vocabulary(state, given["logit_bias"], "logit_bias")
+    return replace(state.default_sampling, **given)
 
 
 def _token_id(name: str) -> int:
@@ -38,11 +37,14 @@ def _token_id(name: str) -> int:
     return int(name)
 
 
-def common_options(body: GenerationBody) -> dict[str, Any]:
+def common_options(body: GenerationBody, state: State) -> dict[str, Any]:
     """Return the keywords of `Service.submit` that do not depend on the endpoint."""
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > MOST_STOPS:
         raise ApiError(400, f"stop has {len(stops)} strings; at most {MOST_STOPS} are taken", param="stop")
+    if "" in stops:
+        raise ApiError(400, "stop has an empty string, which would end every text at once", param="stop")
+    check_vocabulary(state, body.stop_token_ids or (), "stop_token_ids")
     return {
         "stop": stops,
         "stop_token_ids": body.stop_token_ids or (),
@@ -65,7 +67,7 @@ def response_grammar(body: GenerationBody, state: State) -> Allowed | None:
     elif kind == "json_schema":
         named = wanted.get("json_schema")
         schema = named.get("schema") if isinstance(named, Mapping) else None
-        if not isinstance(schema, Mapping | bool):
+        if schema is not True and not isinstance(schema, Mapping):
             message = "response_format of type json_schema needs json_schema.schema, a JSON schema"
             raise ApiError(400, message, param="response_format")
     else:
@@ -100,13 +102,14 @@ def submit_all(
     most = min(MOST_CHOICES, state.settings.max_queue)
     if n * len(prompts) > most:
         message = f"the request asks for {n * len(prompts)} texts; this server takes at most {most} at once"
-        raise ApiError(400, message, param="n")
-    sampling = sampling_of(body, state.default_sampling)
-    all_options = {**common_options(body), **options}
+        raise ApiError(400, message, param="n" if n > 1 else body.prompt_field)
+    sampling = sampling_of(body, state)
+    all_options = {**common_options(body, state), **options}
     constrained = all_options.get("allowed") is not None or all_options["min_tokens"] > 0
     try:
         for at, prompt in enumerate(prompts):
-            budget = _budget(state, len(prompt), max_tokens)
+            check_vocabulary(state, prompt, body.prompt_field)
+            budget = _budget(state, len(prompt), max_tokens, body.prompt_field)
             for i in range(n):
                 seed = None if sampling.seed is None else _wrapped(sampling.seed + i)
                 stream = state.service.submit(
@@ -119,14 +122,14 @@ def submit_all(
     return texts
 
 
-def _budget(state: State, prompt: int, asked: int | None) -> int:
+def _budget(state: State, prompt: int, asked: int | None, prompt_field: str) -> int:
     """Return how many tokens a text may have, or refuse its prompt as too long."""
-    limit, prompt = state.max_length, max(1, prompt)  # an empty prompt becomes the token that begins texts
+    limit = state.max_length
     limits = (state.settings.max_prompt, None if limit is None else limit - 1)
     longest = min((n for n in limits if n is not None), default=prompt)
     if prompt > longest:
         message = f"the prompt has {prompt} tokens; this server takes at most {longest}"
-        raise ApiError(400, message, code="context_length_exceeded")
+        raise ApiError(400, message, param=prompt_field, code="context_length_exceeded")
     if limit is None:
         return UNLIMITED if asked is None else asked
     return limit - prompt if asked is None else min(asked, limit - prompt)

@@ -105,7 +105,7 @@ async def chunks_of_all(texts: Sequence[Text], state: State) -> AsyncGenerator[t
 
     tasks = [asyncio.create_task(follow(text)) for text in texts]
     limit = state.settings.request_timeout
-    deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+    deadline = None if limit is None else asyncio.get_running_loop().time() + limit - _age(texts)
     remaining = len(tasks)
     try:
         while remaining:
@@ -124,6 +124,11 @@ async def chunks_of_all(texts: Sequence[Text], state: State) -> AsyncGenerator[t
         cancel_all(texts)
         for task in tasks:
             task.cancel()
+
+
+def _age(texts: Sequence[Text]) -> float:
+    """Return the seconds since the request came, which its prompt took to be read."""
+    return time.perf_counter() - min(text.arrived for text in texts)
 
 
 # ------------------------------------------------------------------------------------------------- what answers report

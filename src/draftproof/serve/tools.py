@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 from draftproof.engine.engine import Engine
 from draftproof.engine.request import Allowed
+from draftproof.engine.stop import overlap
 from draftproof.integrations import llguidance
 from draftproof.serve.errors import ApiError
 from draftproof.serve.protocol import ChatBody, NamedTool, Tool
@@ -198,7 +199,7 @@ class CallParser:
             self.calls += 1
             is_gap = self.calls > 1 and not before.strip()
             return [] if is_gap else [Piece("content", before)]
-        held = _longest_overlap(self._buffer, self.format.begin)
+        held = overlap(self._buffer, self.format.begin)
         space = len(self._buffer) - held
         safe = self._buffer[:space]
         if not safe or (self.calls and not safe.strip()):
@@ -252,11 +253,6 @@ class JsonEnd:
                 if self._depth == 0:
                     return place + 1
         return None
-
-
-def _longest_overlap(text: str, mark: str) -> int:
-    """Count the characters at the end of `text` that are the beginning of `mark`."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def new_call_id() -> str:

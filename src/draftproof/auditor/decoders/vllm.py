@@ -47,24 +47,39 @@ def vllm(
     speculation = None if drafter is None else {**_speculation(drafter), "num_speculative_tokens": draft_length}
     speculation = speculation if speculative_config is None else dict(speculative_config)
     llm = llm_class(model=str(model), speculative_config=speculation, **{**OPTIONS, **options})
-    if "draftproof" in (options.get("additional_config") or {}) and speculation and _verification(llm) == STOCK:
-        raise ValueError(
-            "additional_config asks for draftproof, and vLLM verifies by itself: is draftproof installed beside vLLM, "
-            "and not left out of VLLM_PLUGINS?"
-        )
+    asked = "draftproof" in {**(options.get("additional_config") or {}), **(speculation or {})}
+    if asked and speculation:
+        refuse_unseen(_verification(llm))
     name = "vllm" if speculation is None else f"vllm, {speculation['method']}, verified by {_verification(llm)}"
     return Offline(llm, name, _versions() | {"speculation": str(speculation), "verification": _verification(llm)})
 
 
 STOCK: Final = "vLLM"
+UNSEEN: Final = "unknown, in another process"
+
+
+def refuse_unseen(verification: str) -> None:
+    """Refuse to audit as draftproof's what is, or may be, vLLM's own verification."""
+    if verification == STOCK:
+        raise ValueError(
+            "draftproof was asked for, and vLLM verifies by itself: is draftproof installed beside vLLM, and not left "
+            "out of VLLM_PLUGINS?"
+        )
+    if verification == UNSEEN:
+        raise ValueError(
+            "draftproof was asked for, and who verifies cannot be seen in vLLM's other process: set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0 and one tensor parallel rank"
+        )
 
 
 def _verification(llm: Any) -> str:
     """Say who verifies drafts, as the running sampler has it: vLLM itself, or draftproof's plug-in and its rule."""
     core = getattr(getattr(llm.llm_engine, "engine_core", None), "engine_core", None)
     worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
-    sampler = getattr(getattr(worker, "model_runner", None), "rejection_sampler", None)
-    settings = getattr(sampler, "draftproof", None)
+    runner = getattr(worker, "model_runner", None)
+    if runner is None:
+        return UNSEEN
+    settings = getattr(getattr(runner, "rejection_sampler", None), "draftproof", None)
     return STOCK if settings is None else f"draftproof, rule {settings.rule}"
 
 

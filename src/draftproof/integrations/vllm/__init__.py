@@ -1,13 +1,16 @@
 """Verify drafts inside vLLM with draftproof's rules, and draft there with its drafters.
 
-    vllm serve MODEL --additional-config '{"draftproof": {"rule": "block"}}' \\
-        --speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'
+    vllm serve MODEL --speculative-config \\
+        '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "draftproof": {"rule": "block"}}'
 
-An engine whose `additional_config` does not name draftproof is stock vLLM. Drafters go by vLLM's own door:
+An engine that does not name draftproof is stock vLLM. Drafters are custom classes of vLLM's:
 `{"method": "custom_class", "model": "draftproof.integrations.vllm.Suffix", "num_speculative_tokens": 8}`.
 """
 
-from draftproof.integrations.vllm.drafters import NGram, Suffix
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftproof.integrations.vllm.drafters import NGram, Suffix
 
 __all__ = ["NGram", "Suffix", "register"]
 
@@ -17,3 +20,12 @@ def register() -> None:
     from draftproof.integrations.vllm.startup import register as install
 
     install()
+
+
+def __getattr__(name: str) -> Any:
+    # Not imported above: where a plug-in cannot be imported, vLLM writes so to its log and goes on without it.
+    if name not in ("NGram", "Suffix"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from draftproof.integrations.vllm import drafters
+
+    return getattr(drafters, name)

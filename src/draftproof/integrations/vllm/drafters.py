@@ -58,7 +58,7 @@ def refuse_if_absent(vllm_config: Any) -> None:
 
     if settings_of(vllm_config) is not None and not CONFIG.installed:
         raise RefusedError(
-            "additional_config asks for draftproof and vLLM did not load it as a plug-in: add draftproof to "
+            "draftproof was asked for and vLLM did not load it as a plug-in: add draftproof to "
             "VLLM_PLUGINS, or unset it"
         )
 

@@ -1,4 +1,4 @@
-"""Replace functions of vLLM by ours, once, and only where their parameters are those that ours was written for."""
+"""Replace functions of vLLM by ours, once, and only where all that ours was written for is there as it was."""
 
 import inspect
 import sys
@@ -37,8 +37,8 @@ class Hook:
         try:
             owner, name = self._owner()
             return wrong_parameters(getattr(owner, name), self.parameters)
-        except (ImportError, AttributeError) as error:
-            return f"{self.place} is not there ({error})"
+        except Exception as error:  # whatever importing an unknown vLLM raises: engines that do not ask must start
+            return f"{self.place} is not there ({error!r})"
 
     def install(self) -> None:
         """Replace the function, unless that was done before: plug-ins are loaded several times."""
@@ -54,12 +54,44 @@ class Hook:
                 setattr(module, name, replacement)
 
     def _owner(self) -> tuple[Any, str]:
-        module, _, path = self.place.partition(":")
-        owner: Any = import_module(module)
-        *outer, name = path.split(".")
-        for part in outer:
-            owner = getattr(owner, part)
-        return owner, name
+        return owner_of(self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Things of vLLM that ours must know all of: verification would leave a new one out.
+
+    place     "module:object"
+    known     their names
+    names_of  reads the names from the object
+    """
+
+    place: str
+    known: tuple[str, ...]
+    names_of: Callable[[Any], list[str]]
+
+    def problem(self) -> str | None:
+        """Say what this vLLM has and ours does not know, or the other way round; None if they agree."""
+        try:
+            owner, name = owner_of(self.place)
+            found = self.names_of(getattr(owner, name))
+        except Exception as error:
+            return f"{self.place} is not there ({error!r})"
+        new, missing = (sorted(set(a) - set(b)) for a, b in ((found, self.known), (self.known, found)))
+        return f"{self.place} has {new}, which is new, and lacks {missing}" if new or missing else None
+
+    def install(self) -> None:
+        """Replace nothing."""
+
+
+def owner_of(place: str) -> tuple[Any, str]:
+    """Return the module or class that holds a thing of vLLM, and the thing's name there."""
+    module, _, path = place.partition(":")
+    owner: Any = import_module(module)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    return owner, name
 
 
 def wrong_parameters(function: Callable[..., Any], names: tuple[str, ...]) -> str | None:
@@ -77,7 +109,7 @@ def wrong_parameters(function: Callable[..., Any], names: tuple[str, ...]) -> st
 class Hooks:
     """All hooks of one model runner: installed together or not at all."""
 
-    hooks: tuple[Hook, ...]
+    hooks: tuple[Hook | Inventory, ...]
     problems: list[str] = field(default_factory=list)
     installed: bool = False
 

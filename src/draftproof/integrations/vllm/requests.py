@@ -38,7 +38,13 @@ def _refuse_unserved(request: Any, speculation: Any, runner: str) -> None:
     if budget is not None:
         raise ValueError(
             f"thinking_token_budget={budget} is not served by draftproof's verification: leave it out, or serve "
-            "without additional_config['draftproof']"
+            "without the setting 'draftproof'"
+        )
+    # V1 scores the tokens of its own choice for each position of a draft; V2 serves the list after verification.
+    if runner == "V1" and getattr(request, "logprob_token_ids", None) is not None:
+        raise ValueError(
+            "logprob_token_ids is not served by draftproof under model runner V1: ask for logprobs, or serve "
+            "without speculative_config"
         )
     # Drawn drafts that a grammar cuts are a biased sample. V1 verifies them as chosen ones; V2 does not say which
     # requests have a grammar.
@@ -54,11 +60,19 @@ def _fails_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         if self.vllm_config.speculative_config is None or settings_of(self.vllm_config) is None:
             return original(self, scheduler_output, model_runner_output)
+        drop_padding(model_runner_output)
         failed = without_tokens(self.requests, scheduler_output, model_runner_output)
         outputs = original(self, scheduler_output, model_runner_output)
         return _with_errors(self, outputs, failed) if failed else outputs
 
     return update_from_output
+
+
+def drop_padding(model_runner_output: Any) -> None:
+    """Drop padding that vLLM took for a token: a model runner on a GPU passes on a single column as it is."""
+    for tokens in model_runner_output.sampled_token_ids:
+        if len(tokens) == 1 and tokens[0] < 0:
+            tokens.clear()
 
 
 def without_tokens(requests: Any, scheduler_output: Any, model_runner_output: Any) -> list[Any]:

@@ -5,13 +5,14 @@ drafts were drawn. A draft token of -1 ends its draft. The result is the plain s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
+from importlib.metadata import entry_points
 from typing import Any, Final
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof import kernels
@@ -21,15 +22,12 @@ from draftproof.core.filters import argmax
 from draftproof.core.rng import Philox
 from draftproof.core.sampling import GREEDY_BELOW, SamplingParams
 from draftproof.core.types import PAD, Draft
-from draftproof.integrations.vllm.hooks import Hook, Hooks, RefusedError
+from draftproof.integrations.vllm.hooks import Hook, Hooks, Inventory, RefusedError
 from draftproof.integrations.vllm.log import UNTRIED, announce
 from draftproof.integrations.vllm.rows import Layout, cut_by_min_p, filtered, needs_history, processed
-from draftproof.integrations.vllm.settings import Settings, settings_of
+from draftproof.integrations.vllm.settings import ATTRIBUTE, Settings, settings_of
 from draftproof.rules.api import Decision, Scored, decide
 from draftproof.rules.token import leading
-
-ATTRIBUTE: Final = "draftproof"
-"""Attribute of a rejection sampler that holds the settings by which it verifies; None in a stock one."""
 
 
 def _marks_sampler(original: Callable[..., None]) -> Callable[..., None]:
@@ -68,9 +66,21 @@ def _builds_all_processors(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = settings_of(vllm_config) is not None and vllm_config.speculative_config is not None
         if not asked or is_pooling_model or custom_logitsprocs:
             return original(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
+        refuse_installed_processors()
         return LogitsProcessors(make(vllm_config, device, is_pin_memory) for make in BUILTIN_LOGITS_PROCESSORS)
 
     return build_logitsprocs
+
+
+def refuse_installed_processors() -> None:
+    """Refuse to start beside logits processors of other packages: vLLM's plain sampler applies them, and ours cannot,
+    as they see one row of each request. vLLM's own speculation leaves them out without a word."""
+    others = [each.name for each in entry_points(group="vllm.logits_processors")]
+    if others:
+        raise RefusedError(
+            f"draftproof cannot verify beside the installed logits processors {others}, which vLLM's plain sampler "
+            "applies: uninstall them, or leave the setting 'draftproof' out"
+        )
 
 
 def _gives_structured_requests_chosen_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,6 +93,35 @@ def _gives_structured_requests_chosen_drafts(original: Callable[..., Any]) -> Ca
         return chosen(probs, spec_decode_metadata.draft_token_ids, counts, structured) if any(structured) else probs
 
     return _get_spec_decode_draft_probs
+
+
+def _fails_rows_without_a_distribution(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Silence requests in steps without drafts, which vLLM before 0.32 gives to its plain sampler."""
+
+    def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = getattr(getattr(self, "rejection_sampler", None), ATTRIBUTE, None) is not None
+        if not ours or spec_decode_metadata is not None or logits is None or logits.device.type != "cpu":
+            return original(self, logits, spec_decode_metadata, *args, **kwargs)
+        faulty = ~torch.isfinite(logits.amax(-1))  # looked at before: the sampler writes into the logits
+        output = original(self, logits, spec_decode_metadata, *args, **kwargs)
+        return silenced(output, faulty) if faulty.any() else output
+
+    return _sample
+
+
+def silenced(output: Any, faulty: Bool[Tensor, " B"]) -> Any:
+    """Return vLLM's `SamplerOutput` of one token per request without the tokens of some requests."""
+    tokens = with_padding(output.sampled_token_ids.masked_fill(faulty[:, None], PAD))
+    logprobs = output.logprobs_tensors
+    if logprobs is not None:  # one row for each column of tokens
+        names = ("logprob_token_ids", "logprobs", "selected_token_ranks")
+        logprobs = logprobs._replace(**{name: getattr(logprobs, name).repeat_interleave(2, 0) for name in names})
+    return replace(output, sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+
+def with_padding(tokens: Int[Tensor, "B J"]) -> Int[Tensor, "B J2"]:
+    """Append a column of padding: of a single column vLLM takes every entry for a token, padding too."""
+    return torch.nn.functional.pad(tokens, (0, 1), value=PAD)
 
 
 def is_structured(request: Any) -> bool:
@@ -112,6 +151,14 @@ _LOGPROBS_PARAMETERS: Final = (
     *("self", "max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits", "sampled_token_ids"),
 )
 
+SAMPLING: Final = (
+    *("temperature", "all_greedy", "all_random", "top_p", "top_k", "generators", "max_num_logprobs", "no_penalties"),
+    *("prompt_token_ids", "frequency_penalties", "presence_penalties", "repetition_penalties", "output_token_ids"),
+    *("allowed_token_ids_mask", "bad_words_token_ids", "logitsprocs", "logprob_token_ids", "spec_token_ids"),
+    "thinking_budget_state_holder",
+)
+"""What vLLM's sampler knows of a batch, in 0.28 to 0.32: all of it is in the verification, or refused."""
+
 HOOKS: Final = Hooks(
     (
         Hook(f"{_SAMPLER}.__init__", ("self", "sampler"), _marks_sampler),
@@ -131,6 +178,16 @@ HOOKS: Final = Hooks(
             ),
         ),
         Hook("vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p", ("logits", "k", "p")),
+        Inventory(
+            "vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS",
+            ("MinTokensLogitsProcessor", "LogitBiasLogitsProcessor", "MinPLogitsProcessor"),
+            lambda processors: [each.__name__ for each in processors],
+        ),
+        Inventory(
+            "vllm.v1.sample.metadata:SamplingMetadata",
+            SAMPLING,
+            lambda metadata: [each.name for each in fields(metadata)],
+        ),
     )
 )
 
@@ -140,6 +197,11 @@ RUNNER: Final = Hooks(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_spec_decode_draft_probs",
             ("self", "spec_decode_metadata"),
             _gives_structured_requests_chosen_drafts,
+        ),
+        Hook(
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+            ("self", "logits", "spec_decode_metadata"),
+            _fails_rows_without_a_distribution,
         ),
     )
 )
@@ -162,6 +224,8 @@ def sample(
     history = drafts.tolist() if needs_history(sampling) else [()] * len(drafts)
     rows = processed(logits, layout, history, sampling)
     emitted = emit(settings.rule, rows, layout, drafts, draft_probs, sampling).int()
+    if not layout.longest and emitted.device.type == "cpu" and bool((emitted < 0).any()):
+        emitted = with_padding(emitted)
     logprobs = None
     if sampling.max_num_logprobs is not None:
         scores = filtered(rows, layout, sampling) if sampler.is_processed_logprobs_mode else logits

@@ -18,15 +18,13 @@ from torch import Tensor
 from draftproof import kernels
 from draftproof.integrations.vllm.hooks import Hook, Hooks
 from draftproof.integrations.vllm.log import UNTRIED, announce
-from draftproof.integrations.vllm.settings import Settings, settings_of
+from draftproof.integrations.vllm.settings import ATTRIBUTE, Settings, settings_of
 
 PARAMETERS: Final = (
     *("target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping", "expanded_idx_mapping"),
     *("expanded_local_pos", "temperature", "seed", "num_speculative_steps"),
 )
 """The parameters of `rejection_sample` that verification reads; the same in vLLM 0.22 to 0.32."""
-
-ATTRIBUTE: Final = "draftproof"
 
 _active: Settings | None = None
 """Settings of this process' engine: `rejection_sample` has no sampler to hold them, and a worker has one engine."""

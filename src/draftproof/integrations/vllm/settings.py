@@ -1,4 +1,7 @@
-"""Read what an engine asks of the plug-in: `additional_config["draftproof"]`, refused if anything in it is unknown."""
+"""Read what an engine asks of the plug-in, the setting "draftproof"; refused if anything in it is unknown.
+
+It is written in `speculative_config` or in `additional_config`, and kept in the latter (`startup.move_settings`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -6,6 +9,8 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 KEY: Final = "draftproof"
+ATTRIBUTE: Final = "draftproof"
+"""Attribute of a rejection sampler that holds the settings by which it verifies; None in a stock one."""
 RULES: Final = ("token", "block")
 """Rules that are exact inside vLLM. `coupled` needs a drafter that draws with the target's random numbers."""
 
@@ -18,10 +23,6 @@ class Settings:
     """
 
     rule: str = "block"
-
-    def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise ValueError(f"additional_config['draftproof']['rule'] must be one of {RULES}; got {self.rule!r}")
 
 
 def settings_of(vllm_config: Any) -> Settings | None:
@@ -41,16 +42,18 @@ def uses_v2(vllm_config: Any) -> bool:
 
 
 def parsed(asked: Any) -> Settings:
-    """Turn the value of `additional_config["draftproof"]` into settings."""
+    """Turn the value of the setting "draftproof" into settings."""
     if not isinstance(asked, Mapping):
         raise ValueError(
-            f"additional_config['draftproof'] must be a dict such as {{'rule': 'block'}}; got {asked!r}: leave the key "
-            "out for vLLM's own verification"
+            f"the setting 'draftproof' must be a dict such as {{'rule': 'block'}}; got {asked!r}: leave it out for "
+            "vLLM's own verification"
         )
     known = [field.name for field in fields(Settings)]
     unknown = [name for name in asked if name not in known]
     if unknown:
-        raise ValueError(f"additional_config['draftproof'] has the settings {known}; got {unknown[0]!r}")
+        raise ValueError(f"draftproof has the settings {known}; got {unknown[0]!r}")
+    if (rule := asked.get("rule", Settings().rule)) not in RULES:
+        raise ValueError(f"the rule of draftproof must be one of {RULES}; got {rule!r}")
     return Settings(**asked)
 
 

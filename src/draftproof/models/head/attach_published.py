@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.head import dflash_file, eagle3_file, mtp
 from draftproof.models.head.attach import assemble, attached_once, laid_out
-from draftproof.models.head.checkpoint import Checkpoint
+from draftproof.models.head.checkpoint import Checkpoint, architectures
 from draftproof.models.head.dflash import FittedDFlash
 from draftproof.models.head.dflash_file import DFlashDraft
 from draftproof.models.head.eagle3_file import Eagle3Head
@@ -84,8 +84,9 @@ def fitted_mtp(folder: str | Path, model: PreTrainedModel) -> FittedHead:
 
 def warn_other_target(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
     """Warn if a published drafter names another kind of target: few of its drafts would be accepted."""
-    settings = checkpoint.config.get("speculators_config") or {}
-    named = (settings.get("verifier") or {}).get("architectures") or []
+    settings = checkpoint.config.get("speculators_config")
+    verifier = settings.get("verifier") if isinstance(settings, dict) else None
+    named = architectures(verifier) if isinstance(verifier, dict) else ()
     if named and type(model).__name__ not in named:
         warnings.warn(
             f"{checkpoint.folder} was trained for {', '.join(named)}, and the target is a {type(model).__name__}: "

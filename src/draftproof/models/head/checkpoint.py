@@ -4,7 +4,7 @@ Pickled weights are refused, because loading them can run any code.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -47,7 +47,8 @@ class Checkpoint:
         tensors: dict[str, Tensor] = {}
         for file, wanted in by_file.items():
             with _opened(file) as opened:
-                tensors.update({name: opened.get_tensor(name) for name in wanted})
+                for name in wanted:
+                    tensors[name] = _tensor(opened, name, file)
         return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
     def stamps(self) -> tuple[tuple[int, int], ...]:
@@ -84,33 +85,52 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_exactly(network: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
+def load_exactly(
+    network: nn.Module, tensors: Mapping[str, Tensor], source: Path, in_file: Callable[[str], str] = str
+) -> None:
     """Load a network's weights, after checking that every one is there in its shape, and no other.
 
-    Nothing is loaded if anything is wrong.
+    Nothing is loaded if anything is wrong. `in_file` gives the name that a tensor has in the file, for the messages.
     """
     expected = network.state_dict()
     for name, weight in expected.items():
         if name not in tensors:
             raise ValueError(
-                f"{source} lacks tensor {name!r} of shape {list(weight.shape)}, which its {CONFIG} asks for: "
+                f"{source} lacks tensor {in_file(name)!r} of shape {list(weight.shape)}, which its {CONFIG} asks for: "
                 "the checkpoint is incomplete or of another kind"
             )
         if tensors[name].shape != weight.shape:
             raise ValueError(
-                f"{source}: tensor {name!r} has shape {list(tensors[name].shape)}, and its {CONFIG} asks for "
+                f"{source}: tensor {in_file(name)!r} has shape {list(tensors[name].shape)}, and its {CONFIG} asks for "
                 f"{list(weight.shape)}: config and weights do not belong together"
             )
     unknown = sorted(set(tensors) - set(expected))
     if unknown:
         raise ValueError(
-            f"{source} holds tensor {unknown[0]!r} of shape {list(tensors[unknown[0]].shape)} that this kind of head "
-            f"does not have ({len(unknown)} such): its {CONFIG} lacks the option that uses it, or it is of another kind"
+            f"{source} holds tensor {in_file(unknown[0])!r} of shape {list(tensors[unknown[0]].shape)} that this kind "
+            f"of head does not have ({len(unknown)} such): its {CONFIG} lacks the option that uses it, or it is of "
+            "another kind"
         )
     for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{source}: tensor {name!r} holds NaN or infinity: the file is damaged, get it again")
+        check_numbers(tensor, in_file(name), source)
     network.load_state_dict(tensors)
+
+
+def check_numbers(tensor: Tensor, name: str, source: Path) -> None:
+    """Refuse weights that are whole numbers, as in quantised checkpoints, or not finite."""
+    if not tensor.is_floating_point():
+        raise ValueError(
+            f"{source}: tensor {name!r} holds {str(tensor.dtype).removeprefix('torch.')}, and weights in float32, "
+            "bfloat16 or float16 were expected: take a checkpoint that is not quantised"
+        )
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{source}: tensor {name!r} holds NaN or infinity: the file is damaged, get it again")
+
+
+def architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the classes that a config.json names."""
+    named = config.get("architectures")
+    return tuple(map(str, named)) if isinstance(named, list) else (named,) if isinstance(named, str) else ()
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -140,6 +160,16 @@ def _sharded(folder: Path) -> dict[str, Path]:
         if path.parent != folder or not path.is_file():
             raise ValueError(f"{folder / INDEX} names {path.name}, which is not in the folder: get the missing file")
     return files
+
+
+def _tensor(opened: Any, name: str, file: Path) -> Tensor:
+    try:
+        tensor: Tensor = opened.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} holds no tensor {name!r}, although {INDEX} says so ({error}): get both files again"
+        ) from error
+    return tensor
 
 
 def _opened(file: Path) -> Any:

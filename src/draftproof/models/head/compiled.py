@@ -118,6 +118,20 @@ class CompiledHead:
         run_pass(call.fields)
         return states
 
+    def write(
+        self,
+        tokens: Int[Tensor, " N"],
+        h: Float[Tensor, "N H"],
+        positions: Int[Tensor, " N"],
+        spans: Sequence[Attended],
+        keys: Float[Tensor, "slots g d"],
+        values: Float[Tensor, "slots g d"],
+    ) -> None:
+        """Write the keys and values of some tokens of each span to a pool."""
+        states = h.float().contiguous()
+        call = self._layers.call(states, spans, positions.contiguous(), [keys], [values], {}, tokens.contiguous())
+        run_pass({**call.fields, "keys_only": 1})
+
     def fuse(self, taps: Sequence[Float[Tensor, "N H"]]) -> Float[Tensor, "N H"]:
         """Combine the target's states after each tap into one state."""
         states = torch.empty((len(taps[0]), self._hidden))

@@ -6,6 +6,7 @@
 They differ in the numbering of the target's layers; see `taps_of`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,7 +14,7 @@ from typing import Any, Final
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftproof.models.compatibility import decoder_config
-from draftproof.models.head.checkpoint import CONFIG, Checkpoint, load_exactly
+from draftproof.models.head.checkpoint import CONFIG, Checkpoint, architectures, load_exactly
 from draftproof.models.head.dflash import DFlash, DFlashShape
 from draftproof.models.head.layer import LayerShape, read_layer_config
 from draftproof.models.head.rotary import Rotary
@@ -38,7 +39,7 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
     """Tell whether a config.json is that of a DFlash drafter."""
     if "speculators_model_type" in config:
         return bool(config["speculators_model_type"] == "dflash")
-    return "dflash_config" in config or "DFlashDraftModel" in (config.get("architectures") or ())
+    return "dflash_config" in config or "DFlashDraftModel" in architectures(config)
 
 
 def load(checkpoint: Checkpoint, target_layers: int, taps: tuple[int, ...] | None = None) -> DFlashDraft:
@@ -52,7 +53,8 @@ def load(checkpoint: Checkpoint, target_layers: int, taps: tuple[int, ...] | Non
     vocabulary = take_vocabulary(checkpoint, tensors, layer_config)
     taps = taps_of(checkpoint) if taps is None else taps
     _check_taps(checkpoint, taps, target_layers)
-    width = tensors["fc.weight"].shape[-1] // len(taps) if "fc.weight" in tensors else layer_config.hidden_size
+    fc = tensors.get("fc.weight")
+    width = layer_config.hidden_size if fc is None or fc.ndim != 2 else fc.shape[1] // len(taps)
     network = DFlash(_shape(checkpoint, layer_config, taps, width), Rotary.of(layer_config, source))
     load_exactly(network, tensors, checkpoint.folder)
     return DFlashDraft(network.eval().requires_grad_(False), vocabulary)
@@ -79,7 +81,7 @@ def taps_of(checkpoint: Checkpoint) -> tuple[int, ...]:
         listed, shift = checkpoint.config.get("aux_hidden_state_layer_ids"), 0
     else:
         listed, shift = _option(checkpoint, "target_layer_ids"), 1
-    if not (isinstance(listed, list) and listed and all(isinstance(layer, int) for layer in listed)):
+    if not (isinstance(listed, list) and listed and all(type(layer) is int for layer in listed)):
         raise ValueError(f"{checkpoint.folder / CONFIG} must list the target's layers it reads; got {listed!r}")
     return tuple(layer + shift for layer in listed)
 
@@ -126,14 +128,19 @@ def _whole(checkpoint: Checkpoint, name: str, least: int) -> int:
 
 def _number(checkpoint: Checkpoint, name: str, default: float) -> float:
     value = _option(checkpoint, name)
-    if value is not None and not isinstance(value, int | float):
-        raise ValueError(f"{checkpoint.folder / CONFIG}: {name} must be a number; got {value!r}")
+    if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+        raise ValueError(f"{checkpoint.folder / CONFIG}: {name} must be a finite number; got {value!r}")
     return default if value is None else float(value)
 
 
 def _shape(checkpoint: Checkpoint, config: PreTrainedConfig, taps: tuple[int, ...], width: int) -> DFlashShape:
     kinds = config.layer_types or ["full_attention"] * config.num_hidden_layers
     sliding = [kind == "sliding_attention" for kind in kinds]
+    if any(sliding) and not config.sliding_window:
+        raise ValueError(
+            f"{checkpoint.folder / CONFIG} has layers with sliding_attention, and no sliding_window, the tokens that "
+            "they see: get it again"
+        )
     causal: Any = checkpoint.config.get("is_causal")
     if checkpoint.config.get("sliding_window_non_causal"):
         causal = False

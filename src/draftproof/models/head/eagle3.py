@@ -1,7 +1,7 @@
 """Network of a published EAGLE-3 head (Li et al. 2025, 2503.01840), with the options that published heads have.
 
 `network.Head` is the one that `draftproof train` trains: this network with a norm for each tap, and its matrices joined
-for speed. Both have the methods that drafters/head.py calls. Modules have the names of the checkpoints' tensors.
+for speed. Both have the methods that drafters/head_reader.py calls. Modules have the names of the checkpoints' tensors.
 """
 
 from collections.abc import Iterable, Sequence

@@ -10,13 +10,14 @@ They differ in the numbering of the target's layers; see `taps_of`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftproof.models.compatibility import decoder_config
-from draftproof.models.head.checkpoint import CONFIG, Checkpoint, load_exactly
+from draftproof.models.head.checkpoint import CONFIG, Checkpoint, architectures, load_exactly
 from draftproof.models.head.eagle3 import Eagle3, Eagle3Shape
 from draftproof.models.head.layer import LayerShape, read_layer_config
 from draftproof.models.head.rotary import Rotary
@@ -48,7 +49,7 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
     """Tell whether a config.json is that of an EAGLE-3 head."""
     if "speculators_model_type" in config:
         return bool(config["speculators_model_type"] == "eagle3")
-    named = any("eagle3" in str(name).lower() for name in config.get("architectures") or ())
+    named = any("eagle3" in name.lower() for name in architectures(config))
     return named or ("draft_vocab_size" in config and "dflash_config" not in config)
 
 
@@ -63,7 +64,7 @@ def load(checkpoint: Checkpoint, target_layers: int, taps: tuple[int, ...] | Non
     vocabulary = take_vocabulary(checkpoint, tensors, layer_config)
     rotary = Rotary.of(layer_config, checkpoint.folder / CONFIG)
     network = Eagle3(_shape(checkpoint, layer_config, tensors, taps), rotary)
-    load_exactly(network, tensors, checkpoint.folder)
+    load_exactly(network, tensors, checkpoint.folder, partial(_name_in_file, checkpoint))
     return Eagle3Head(network.eval().requires_grad_(False), vocabulary)
 
 
@@ -76,7 +77,7 @@ def taps_of(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     """
     listed, inner = config.get(TAPS), _inner(config).get(TAPS)
     for value in (listed, inner):
-        if value and not (isinstance(value, list) and all(isinstance(k, int) for k in value)):
+        if value and not (isinstance(value, list) and all(type(k) is int for k in value)):
             raise ValueError(f"{CONFIG}: {TAPS} must be a list of layers' numbers; got {value!r}")
     if listed:
         return tuple(listed)
@@ -143,8 +144,21 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in checkpoint.read(used).items():
         old = next((prefix for prefix in RENAMED if name.startswith(prefix)), "")
-        tensors[RENAMED.get(old, "") + name.removeprefix(old)] = tensor
+        new = RENAMED.get(old, "") + name.removeprefix(old)
+        if new in tensors:
+            raise ValueError(
+                f"{checkpoint.folder} holds tensor {new!r} twice, under that name and an older one: get it again"
+            )
+        tensors[new] = tensor
     return tensors
+
+
+def _name_in_file(checkpoint: Checkpoint, name: str) -> str:
+    """Return the name that a tensor has in the checkpoint, or would have: an older one where it uses those."""
+    for old, new in RENAMED.items():
+        if name.startswith(new) and any(each.startswith(old) for each in checkpoint.names):
+            return old + name.removeprefix(new)
+    return name
 
 
 def _shape(
@@ -180,10 +194,12 @@ def _target_hidden(
     checkpoint: Checkpoint, layer_config: PreTrainedConfig, tensors: Mapping[str, Tensor], taps: int
 ) -> int:
     """Return the width of the target's states: the named one, or else what `fc.weight` was made for."""
-    named = checkpoint.config.get("target_hidden_size")
-    if named is not None or "fc.weight" not in tensors:
+    named, fc = checkpoint.config.get("target_hidden_size"), tensors.get("fc.weight")
+    if named is not None and not (type(named) is int and named >= 1):
+        raise ValueError(f"{checkpoint.folder / CONFIG}: target_hidden_size must be a whole number ≥ 1; got {named!r}")
+    if named is not None or fc is None or fc.ndim != 2:
         return int(named or layer_config.hidden_size)
-    width = tensors["fc.weight"].shape[-1]
+    width = fc.shape[1]
     if width % taps:
         raise ValueError(
             f"{checkpoint.folder}: tensor 'fc.weight' reads {width} numbers, which are no {taps} states of the target: "

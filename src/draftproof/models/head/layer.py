@@ -16,18 +16,43 @@ Heads = Float[Tensor, "B h n d"]
 LAYER_CONFIGS: Final[dict[str, type[PreTrainedConfig]]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 """Kinds of layers that published drafters are made of. transformers' classes fill in what a config.json leaves out."""
 
+SIZES: Final = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+
 
 def read_layer_config(values: Any, source: Path) -> PreTrainedConfig:
     """Return the configuration of a drafter's layers, from the part of its config.json that describes them."""
     if not isinstance(values, dict):
         raise ValueError(f"{source} lacks transformer_layer_config, the sizes of the drafter's layers: get it again")
     kind = values.get("model_type", "qwen3")  # the default of speculators
-    if kind not in LAYER_CONFIGS:
+    if not isinstance(kind, str) or kind not in LAYER_CONFIGS:
         raise ValueError(f"{source}: layers of model_type {kind!r} are not known; known are {', '.join(LAYER_CONFIGS)}")
     try:
-        return LAYER_CONFIGS[kind](**{name: value for name, value in values.items() if name != "model_type"})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        config = LAYER_CONFIGS[kind](**{name: value for name, value in values.items() if name != "model_type"})
+    except Exception as error:  # transformers validates by errors of its own, and divides by sizes first
         raise ValueError(f"{source} does not describe a {kind} layer: {error}") from error
+    _check_sizes(config, source)
+    return config
+
+
+def _check_sizes(config: PreTrainedConfig, source: Path) -> None:
+    """Refuse sizes of which no layer can be made."""
+    for name in SIZES:
+        value = getattr(config, name, None)
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise ValueError(f"{source}: {name} must be a whole number ≥ 1; got {value!r}")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    if heads % kv_heads:
+        raise ValueError(f"{source}: {heads} num_attention_heads cannot share {kv_heads} num_key_value_heads evenly")
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"{source}: hidden_act {config.hidden_act!r} is none that transformers knows, such as 'silu'")
 
 
 @dataclass(frozen=True, slots=True)

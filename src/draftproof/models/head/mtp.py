@@ -8,7 +8,7 @@ target's own class, so it is run by transformers' code over a `HeadCache`.
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -172,10 +172,10 @@ class OutputLayer(nn.Module):
 
 def load(checkpoint: Checkpoint, model: PreTrainedModel) -> Mtp:
     """Read the MTP layer that belongs to a target from the target's checkpoint, in the target's precision."""
-    tensors = _tensors(checkpoint, decoder_config(model).num_hidden_layers)
+    tensors, in_file = _tensors(checkpoint, decoder_config(model).num_hidden_layers)
     with torch.device(model.device):
         network = Mtp(model)
-    load_exactly(network, joined_experts(tensors), checkpoint.folder)
+    load_exactly(network, joined_experts(tensors, checkpoint.folder, in_file), checkpoint.folder, in_file)
     for weight in network.parameters():  # not buffers: routers keep a float32 bias
         weight.data = weight.data.to(model.dtype)
     return network.eval().requires_grad_(False)
@@ -199,23 +199,44 @@ def checkpoint_of(model: PreTrainedModel, folder: str | Path = "") -> Checkpoint
     return Checkpoint.of(source)
 
 
-def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join the weights of all experts: `gate_up_proj` and `down_proj`, with the expert as first axis."""
+def joined_experts(
+    tensors: Mapping[str, Tensor], source: Path, in_file: Callable[[str], str] = str
+) -> dict[str, Tensor]:
+    """Join the weights of all experts: `gate_up_proj` and `down_proj`, with the expert as first axis.
+
+    `source` and `in_file` name the folder and each tensor in the messages; see `load_exactly`.
+    """
     found = {name: match for name in tensors if (match := EXPERT.fullmatch(name))}
     joined = {name: tensor for name, tensor in tensors.items() if name not in found}
     for prefix in sorted({match[1] for match in found.values()}):
         numbers = sorted({int(match[2]) for match in found.values() if match[1] == prefix})
-
         experts = [[f"{prefix}.{number}.{part}_proj.weight" for part in ("gate", "up", "down")] for number in numbers]
         for name in (name for names in experts for name in names if name not in tensors):
-            raise ValueError(f"tensor {name!r} is missing among those of {len(numbers)} experts: get it again")
+            raise ValueError(
+                f"{source}: tensor {in_file(name)!r} is missing among those of {len(numbers)} experts: get it again"
+            )
+        _check_alike(tensors, experts, source, in_file)
         joined[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([tensors[g], tensors[u]]) for g, u, _ in experts])
         joined[f"{prefix}.down_proj"] = torch.stack([tensors[down] for _, _, down in experts])
     return joined
 
 
-def _tensors(checkpoint: Checkpoint, layers: int) -> dict[str, Tensor]:
-    """Read the tensors of the MTP layer, under our names."""
+def _check_alike(
+    tensors: Mapping[str, Tensor], experts: list[list[str]], source: Path, in_file: Callable[[str], str]
+) -> None:
+    """Refuse experts whose weights have different shapes: gate and up are transposed to down."""
+    wanted = tensors[experts[0][0]].shape
+    for names in experts:
+        for name, shape in zip(names, (wanted, wanted, wanted[::-1]), strict=True):
+            if tensors[name].shape != shape:
+                raise ValueError(
+                    f"{source}: tensor {in_file(name)!r} has shape {list(tensors[name].shape)}, and those of the first "
+                    f"expert ask for {list(shape)}: the checkpoint is damaged, get it again"
+                )
+
+
+def _tensors(checkpoint: Checkpoint, layers: int) -> tuple[dict[str, Tensor], Callable[[str], str]]:
+    """Read the tensors of the MTP layer, under our names; return them, and which name each has in the checkpoint."""
     if f"model.layers.{layers}.eh_proj.weight" in checkpoint.names:
         start, prefixes = f"model.layers.{layers}.", DEEPSEEK
         second = f"model.layers.{layers + 1}.eh_proj.weight"
@@ -236,7 +257,12 @@ def _tensors(checkpoint: Checkpoint, layers: int) -> dict[str, Tensor]:
             raise ValueError(f"{checkpoint.folder} holds tensor {name!r}, which no known MTP layer has")
         if prefixes[prefix] is not None:
             renamed[name] = f"{prefixes[prefix]}{rest.removeprefix(prefix)}"
-    return {renamed[name]: tensor for name, tensor in checkpoint.read(renamed).items()}
+
+    def in_file(name: str) -> str:
+        old, new = next((old, new) for old, new in prefixes.items() if new is not None and name.startswith(new))
+        return f"{start}{old}{name.removeprefix(new)}"
+
+    return {renamed[name]: tensor for name, tensor in checkpoint.read(renamed).items()}, in_file
 
 
 def _block_config(model: PreTrainedModel) -> PreTrainedConfig:

@@ -6,6 +6,7 @@ from typing import Final
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftproof.models.head.network import rotate
@@ -22,7 +23,8 @@ class Rotary(nn.Module):
         super().__init__()
         kind = (config.rope_parameters or {}).get("rope_type", "default")
         if kind not in FIXED:
-            raise ValueError(f"rope_type {kind!r} depends on the length of the text; served are {', '.join(FIXED)}")
+            reason = "depends on the length of the text" if kind in ROPE_INIT_FUNCTIONS else "is not known"
+            raise ValueError(f"rope_type {kind!r} {reason}; served are {', '.join(FIXED)}")
         computed = LlamaRotaryEmbedding(config)
         self.frequencies: Tensor
         self.register_buffer("frequencies", computed.inv_freq.float(), persistent=False)

@@ -4,6 +4,7 @@ In rounds that stay on a GPU the attention kernel reads the pool: nothing is gat
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from draftproof.core.device import is_cpu, to_device
 from draftproof.models.compiled_pass import Attended
-from draftproof.models.cuda_graphs import CapturedGraphs
+from draftproof.models.cuda_graphs import CapturedGraphs, GraphCache
 from draftproof.models.device_pass import DevicePass
 from draftproof.models.extents import PAGE
 from draftproof.models.head.compiled import Chain, Choice, CompiledHead, Places
-from draftproof.models.head.network import FittedHead, Head, PooledNetwork, attend
+from draftproof.models.head.network import FittedHead, Head, PooledNetwork, attend, rounded
 from draftproof.models.packed import PackedPass, Piece, Span
 from draftproof.models.packed import attend as attend_by_row
 from draftproof.models.pool import KVPool
@@ -47,6 +48,40 @@ class HeadRows:
         self.compiled = CompiledHead.of(head) if is_cpu(device) else None
         self.recordings = CapturedGraphs()
         """CUDA graphs of steps over these buffers."""
+
+    def write(
+        self, tokens: Int[Tensor, " N"], h: Float[Tensor, "N H"], rows: Sequence[int], starts: Sequence[int],
+        widths: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Write the entries of some rows' tokens, packed, of which only keys and values are of use.
+
+        On a CPU a head has one layer, whose keys and values need nothing of what comes after them.
+        """
+        if is_cpu(tokens.device):
+            self._write_packed(tokens, h, rows, starts, widths)
+            return
+        widths = list(widths)
+        for row, start, own, states in zip(rows, starts, tokens.split(widths), h.split(widths), strict=True):
+            positions = torch.arange(start, start + len(own), device=own.device)[None]
+            self.gathered_states(start + len(own), own[None], states[None], positions, self.starts([row]))
+
+    def _write_packed(
+        self, tokens: Int[Tensor, " N"], h: Float[Tensor, "N H"], rows: Sequence[int], starts: Sequence[int],
+        widths: Sequence[int],
+    ) -> None:  # fmt: skip
+        spans = [Span(self._start(row), at, width) for row, at, width in zip(rows, starts, widths, strict=True)]
+        this, [keys], [values] = PackedPass(tokens, spans, FULL), self.pool.keys, self.pool.values
+        if self.compiled is not None:
+            self.compiled.write(tokens, h, this.positions, [Attended.of(span) for span in spans], keys, values)
+            return
+        assert isinstance(self._network, Head)
+        _, k, v = self._network.heads(self._head.embedded(tokens)[None], h[None], this.positions[None])
+        self._store(k, v, this.slots)
+
+    def _store(self, k: Float[Tensor, "1 g N d"], v: Float[Tensor, "1 g N d"], slots: Int[Tensor, " N"]) -> None:
+        [keys], [values] = self.pool.keys, self.pool.values
+        keys.index_copy_(0, slots, k[0].transpose(0, 1).to(keys.dtype))
+        values.index_copy_(0, slots, v[0].transpose(0, 1).to(values.dtype))
 
     def packed_states(
         self, tokens: Int[Tensor, " N"], h: Float[Tensor, "N H"], rows: Sequence[int], starts: Sequence[int],
@@ -120,12 +155,39 @@ class HeadRows:
         [keys], [values] = self.pool.keys, self.pool.values
 
         def attention(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys.index_copy_(0, slots, k[0].transpose(0, 1).to(keys.dtype))
-            values.index_copy_(0, slots, v[0].transpose(0, 1).to(values.dtype))
+            self._store(k, v, slots)
             made = attend_by_row(pieces, q, keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
             return made.transpose(1, 2)
 
         return self._network.over(self._head.embedded(tokens)[None], h[None], positions[None], attention)[0]
+
+    def captured_states(
+        self,
+        graphs: GraphCache,
+        reach: int,
+        tokens: Int[Tensor, "B n"],
+        h: Float[Tensor, "B n H"],
+        positions: Int[Tensor, "B n"],
+        starts: Int[Tensor, " B"],
+    ) -> Float[Tensor, "B n H"]:
+        """Return the states after each row's tokens on a GPU; all positions are below `reach`.
+
+        A step takes longer to launch than to run, so it is captured as a CUDA graph. The attention span is rounded up
+        and masked, which keeps the number of shapes small.
+        """
+        reach = rounded(reach)
+        body = partial(self._in_tuple, reach)
+        return graphs.run(body, (tokens, h, positions, starts), reach, self.recordings)[0]
+
+    def _in_tuple(
+        self,
+        reach: int,
+        tokens: Int[Tensor, "B n"],
+        h: Float[Tensor, "B n H"],
+        positions: Int[Tensor, "B n"],
+        starts: Int[Tensor, " B"],
+    ) -> tuple[Float[Tensor, "B n H"]]:
+        return (self.gathered_states(reach, tokens, h, positions, starts),)
 
     def gathered_states(
         self,

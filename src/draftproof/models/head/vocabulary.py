@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.models.compatibility import decoder_config, head_size
-from draftproof.models.head.checkpoint import CONFIG, Checkpoint
+from draftproof.models.head.checkpoint import CONFIG, Checkpoint, check_numbers
 from draftproof.models.transformers_types import PreTrainedConfig, PreTrainedModel
 
 
@@ -42,6 +42,8 @@ def take_vocabulary(
                 f"{checkpoint.folder}: tensor {name!r} has shape {list(tensor.shape)}, and its {CONFIG} asks for "
                 f"{shape}: config and weights do not belong together"
             )
+        if tensor is not None and name != "d2t":
+            check_numbers(tensor, name, checkpoint.folder)
     if d2t is None and size != layer_config.vocab_size:
         raise ValueError(
             f"{checkpoint.folder} lacks tensor 'd2t' of shape [{size}]: without it nobody knows which of the "
@@ -51,7 +53,7 @@ def take_vocabulary(
         return PublishedVocabulary(None, table, rows)
     if rows is None:
         raise ValueError(f"{checkpoint.folder} lacks tensor 'lm_head.weight' of shape [{size}, {hidden}]: get it again")
-    ids = torch.arange(size) + d2t.long()
+    ids = _tokens(checkpoint, d2t)
     _check_inverse(checkpoint, ids)
     return PublishedVocabulary(ids, table, rows)
 
@@ -68,8 +70,11 @@ def check_vocabulary(vocabulary: PublishedVocabulary, hidden: int, model: PreTra
         check_equal("without an 'lm_head.weight' it needs output rows of width", hidden, width, source)
     elif ids is None:
         check_equal("tokens in tensor 'lm_head.weight':", len(rows), tokens, source)
-    if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < tokens:
-        check_equal("last token in tensor 'd2t':", int(ids.max()), tokens, source)
+    if ids is not None and int(ids.max()) >= tokens:
+        raise ValueError(
+            f"{source} is for another target: last token in tensor 'd2t': {int(ids.max())}, and the target has "
+            f"{tokens} tokens, counted from 0. Use the target it was trained for, or a drafter for this one"
+        )
 
 
 def check_equal(what: str, expected: int, found: int, source: str) -> None:
@@ -79,6 +84,26 @@ def check_equal(what: str, expected: int, found: int, source: str) -> None:
             f"{source} is for another target: {what} {expected}, and the target has {found}. Use the target it was "
             "trained for, or a drafter for this one"
         )
+
+
+def _tokens(checkpoint: Checkpoint, d2t: Tensor) -> Int[Tensor, " R"]:
+    """Return the target's token of each entry of the draft vocabulary; refuse a map that is not one to one."""
+    if d2t.is_floating_point() or d2t.dtype == torch.bool:
+        raise ValueError(f"{checkpoint.folder}: tensor 'd2t' must hold whole numbers; got {d2t.dtype}: get it again")
+    ids = torch.arange(len(d2t)) + d2t.long()
+    if int(ids.min()) < 0:
+        entry = int(ids.argmin())
+        raise ValueError(
+            f"{checkpoint.folder}: tensor 'd2t' names token {int(ids[entry])} in entry {entry} (entry + d2t[entry]), "
+            "and tokens are counted from 0: the file is damaged, get it again"
+        )
+    tokens, counts = ids.unique(return_counts=True)
+    if len(tokens) < len(ids):
+        raise ValueError(
+            f"{checkpoint.folder}: tensor 'd2t' names token {int(tokens[counts.argmax()])} {int(counts.max())} times, "
+            "and each entry must be a token of its own: the file is damaged, get it again"
+        )
+    return ids
 
 
 def _check_inverse(checkpoint: Checkpoint, ids: Int[Tensor, " R"]) -> None:

@@ -8,6 +8,7 @@ const PAUSES = { first: 1000, longest: 30000 }; // milliseconds until the feed i
 const ORIGINS = new Set(["draft", "residual", "bonus", "plain"]);
 const KEY = "draftproof-api-key";
 
+const duration = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 const percent = (share) => `${Math.round(100 * share)} %`;
 const LOAD = {
   tokens_per_second: { name: "tokens per second", show: (n) => n.toFixed(n < 10 ? 1 : 0) },
@@ -131,7 +132,7 @@ function facts(answer, asked) {
     perPass ? `${perPass.toFixed(2)} per pass` : null,
     asked.speculation && acceptance != null ? `${percent(acceptance)} of the guesses kept` : null,
     seconds > 0 ? `${(answer.tokens / seconds).toFixed(0)} tokens per second` : null,
-    answer.first ? `first after ${Math.round(answer.first - answer.started)} ms` : null,
+    answer.first ? `first after ${duration(answer.first - answer.started)}` : null,
     asked.temperature > 0 ? `seed ${asked.seed}` : null,
   ].filter(Boolean).join(" · ");
 }
@@ -183,8 +184,8 @@ function checkRow(messages, asked, answer) {
 }
 
 function sameText(answer, plain) {
-  const [fast, slow] = [answer, plain].map((each) => ((each.last - each.started) / 1000).toFixed(1));
-  return `✓ The same ${answer.text.length} characters: ${fast} s with speculation, ${slow} s without.`;
+  const [fast, slow] = [answer, plain].map((each) => duration(each.last - each.started));
+  return `✓ The same ${answer.text.length} characters: ${fast} with speculation, ${slow} without.`;
 }
 
 function differentText(answer, plain) {
@@ -296,13 +297,13 @@ function showLoad(sample) {
   }
 }
 
-// A line through the samples, the newest at the right; broken where there is no number.
+// A line through the samples, the newest at the right; broken where there is no number, a dot where one stands alone.
 function outline(samples, most) {
   let pen = "M", path = "";
   samples.forEach((number, i) => {
     if (number === null) { pen = "M"; return; }
     const x = 120 - (samples.length - 1 - i) * (120 / (SAMPLES - 1)), y = 29 - 27 * Math.min(1, number / most);
-    path += `${pen}${x.toFixed(1)} ${y.toFixed(1)}`;
+    path += `${pen}${x.toFixed(1)} ${y.toFixed(1)}${pen === "M" ? "h0" : ""}`;
     pen = "L";
   });
   return path;

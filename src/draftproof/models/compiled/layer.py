@@ -3,33 +3,38 @@
 A call of torch's attention for every row and layer takes longer to begin than to compute, and a norm is six calls. Here
 one call serves all rows of a layer. Every number is computed in one order that depends on its own row alone. Needs
 numba (`draftproof[cpu]`); without it torch is called (packed.py, layer_steps.py).
-
-The exponential is that of avx512.py, written again: numba's cache on disk follows the time and size of one file.
 """
 
-import ctypes
 import math
-from collections.abc import Callable
-from inspect import unwrap
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numba
-from llvmlite import ir
-from numba import cfunc, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import types
 
-REASSOCIATED: Final = {"reassoc", "contract", "nsz"}
-"""What LLVM may do to loops: sum in vectors, and fuse multiplications and additions. It is the same for every row."""
-
-Loop = TypeVar("Loop", bound=Callable[..., Any])
+from draftproof.core import simd
+from draftproof.core.simd import (
+    REASSOCIATED,
+    address_of,
+    compiled,
+    exponential,
+    floats,
+    longs,
+    thread_number,
+    threads_running,
+)
+from draftproof.models.compiled import attention
+from draftproof.models.compiled.attention import attend_span, vectors_of
 
 FIELDS: Final = 5
-"""Numbers of a piece of work: first token, tokens, first slot, slots, and the address of a bias or 0."""
+"""Numbers of a piece of few queries: first token, tokens, first slot, slots, and the address of a bias or 0."""
+
+MANY_FIELDS: Final = 6
+"""Numbers of a piece of many queries: first token, tokens, the slot of the row's position 0, tokens before, the window
+or 0, and how many vectors the pieces before it have."""
 
 
 (PIECES, TABLE, QUERIES, QUERY_HEAD, QUERY_TOKEN, KEYS, KEY_HEAD, KEY_SLOT, VALUES, VALUE_HEAD, VALUE_SLOT, OUT, HEADS,
- SHARED, KEY_SIZE, VALUE_SIZE, SCALE, SCRATCH, SCRATCH_BYTES) = range(19)  # fmt: skip
+ SHARED, KEY_SIZE, VALUE_SIZE, SCALE, SCRATCH, SCRATCH_BYTES, VECTORS) = range(20)  # fmt: skip
 """Numbers of a call that attends, in order: sizes, addresses, and strides in numbers. Those of other calls follow."""
 
 NORM_ROWS, NORM_X, NORM_STEP, NORM_WEIGHT, NORM_OUT, NORM_SIZE, NORM_EPS, NORM_OFFSET = range(8)
@@ -37,83 +42,6 @@ GATE_ROWS, GATE_BOTH, GATE_STEP, GATE_OUT, GATE_SIZE, GATE_TANH = range(6)
 (ROTATE_TOKENS, ROTATE_QKV, ROTATE_STEP, ROTATE_COS, ROTATE_SIN, ROTATE_SLOTS, ROTATE_KEYS, ROTATE_KEY_SLOT,
  ROTATE_VALUES, ROTATE_VALUE_SLOT, ROTATE_OUT, ROTATE_HEADS, ROTATE_SHARED, ROTATE_SIZE, ROTATE_ROTARY, ROTATE_Q_WEIGHT,
  ROTATE_K_WEIGHT, ROTATE_EPS, ROTATE_OFFSET) = range(19)  # fmt: skip
-
-START: Final = ctypes.CDLL(None).GOMP_parallel
-"""Start (a compiled region's address, the address of its numbers, threads, 0): threads are those that torch uses."""
-START.argtypes, START.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-
-threads_running = types.ExternalFunction("omp_get_num_threads", types.int32())
-thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
-
-
-def _pointer_to(kind: Any) -> Any:
-    @intrinsic
-    def pointer(typingctx, address):  # type: ignore[no-untyped-def]
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(types.int64), codegen
-
-    return pointer
-
-
-floats, longs = _pointer_to(types.float32), _pointer_to(types.int64)
-
-
-@intrinsic
-def address_of(typingctx, pointer):  # type: ignore[no-untyped-def]
-    """Return a pointer as an integer."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ptrtoint(arguments[0], ir.IntType(64))
-
-    return types.int64(types.voidptr), codegen
-
-
-@intrinsic
-def nearest(typingctx, number):  # type: ignore[no-untyped-def]
-    """Round a float32 to the nearest whole number, ties to even."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.nearbyint.f32"), arguments)
-
-    return types.float32(types.float32), codegen
-
-
-@intrinsic
-def power_of_two(typingctx, exponent):  # type: ignore[no-untyped-def]
-    """Return 2 to a whole number from -126 to 127, by writing the bits of a float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(32)
-        bits = builder.shl(builder.add(builder.fptosi(arguments[0], word), word(127)), word(23))
-        return builder.bitcast(bits, ir.FloatType())
-
-    return types.float32(types.float32), codegen
-
-
-def compiled(**options: Any) -> Callable[[Loop], Loop]:
-    """Return a decorator that compiles a function; what checks its types in tests is taken off first."""
-    # "numpy": divisions that Python would refuse give infinity, so that loops with divisions can be vectors.
-    return lambda function: njit(nogil=True, error_model="numpy", **options)(unwrap(function))
-
-
-@compiled(inline="always")
-def exponential(x: Any) -> Any:
-    """Return eˣ to a relative 2⁻²² or so, for x from -87 to 87: a polynomial, so that loops over it are vectors."""
-    x = min(max(x, numba.float32(-87.0)), numba.float32(87.0))
-    whole = nearest(x * numba.float32(1.4426950408889634))
-    rest = x - whole * numba.float32(0.693359375)
-    rest = rest + whole * numba.float32(2.12194440e-4)
-    result = numba.float32(1.9875691500e-4)
-    result = result * rest + numba.float32(1.3981999507e-3)
-    result = result * rest + numba.float32(8.3334519073e-3)
-    result = result * rest + numba.float32(4.1665795894e-2)
-    result = result * rest + numba.float32(1.6666665459e-1)
-    result = result * rest + numba.float32(5.0000001201e-1)
-    result = result * rest * rest + rest + numba.float32(1.0)
-    return result * power_of_two(whole)
 
 
 @compiled(fastmath=REASSOCIATED)
@@ -192,6 +120,25 @@ def attend_share(this: Any, thread: Any, threads: Any) -> None:
             softmax(scores, piece[3])
             place = ((piece[0] + token) * heads + head) * this[VALUE_SIZE] * 4
             weighted_sum(scores, v, this[VALUE_SLOT], piece[3], this[VALUE_SIZE], floats(this[OUT] + place))
+
+
+@compiled()
+def attend_many_share(this: Any, thread: Any, threads: Any) -> None:
+    """Attend with a thread's share of the vectors of pieces of many queries; `this` are the call's numbers."""
+    heads, shared, scale = this[HEADS], this[SHARED], floats(this[SCALE])[0]
+    group, room = heads // shared, this[SCRATCH] + thread * this[SCRATCH_BYTES]
+    first, last = this[VECTORS] * thread // threads, this[VECTORS] * (thread + 1) // threads
+    for p in range(this[PIECES]):
+        piece = longs(this[TABLE] + p * MANY_FIELDS * 8)
+        begin = max(first - piece[5], types.int64(0))
+        end = min(last - piece[5], shared * vectors_of(group * piece[1]))
+        attend_span(
+            begin, end, room, this[QUERIES] + piece[0] * this[QUERY_TOKEN] * 4, this[QUERY_TOKEN] * 4,
+            this[QUERY_HEAD] * 4, scale, this[KEYS] + piece[2] * this[KEY_SLOT] * 4, this[KEY_HEAD] * 4,
+            this[KEY_SLOT] * 4, this[VALUES] + piece[2] * this[VALUE_SLOT] * 4, this[VALUE_HEAD] * 4,
+            this[VALUE_SLOT] * 4, this[OUT] + piece[0] * heads * this[VALUE_SIZE] * 4, heads * this[VALUE_SIZE] * 4,
+            this[VALUE_SIZE] * 4, group, piece[1], piece[3], piece[4], this[KEY_SIZE], this[VALUE_SIZE],
+        )  # fmt: skip
 
 
 @compiled(fastmath=REASSOCIATED)
@@ -280,27 +227,34 @@ def rotate_share(this: Any, thread: Any, threads: Any) -> None:
             out[i] = value[i]
 
 
-def _attend(data: Any) -> None:
-    attend_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
+def _regions() -> tuple[Any, ...]:
+    """Return the bodies of the regions; their closures have the stamp of all that they are compiled from."""
+    stamp = simd.stamp_of(__file__, attention.__file__, simd.__file__)
+
+    def attend(data: Any) -> None:
+        if stamp >= 0:  # always
+            attend_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
+
+    def attend_many(data: Any) -> None:
+        if stamp >= 0:
+            attend_many_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
+
+    def norm(data: Any) -> None:
+        if stamp >= 0:
+            norm_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
+
+    def gate(data: Any) -> None:
+        if stamp >= 0:
+            gate_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
+
+    def rotate(data: Any) -> None:
+        if stamp >= 0:
+            rotate_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
+
+    return attend, attend_many, norm, gate, rotate
 
 
-def _norm(data: Any) -> None:
-    norm_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
-
-
-def _gate(data: Any) -> None:
-    gate_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
-
-
-def _rotate(data: Any) -> None:
-    rotate_share(longs(address_of(data)), types.int64(thread_number()), types.int64(threads_running()))
-
-
-def _region(function: Any) -> Any:
-    return cfunc(types.void(types.voidptr), cache=True)(unwrap(function))
-
-
-REGIONS: Final = tuple(map(_region, (_attend, _norm, _gate, _rotate)))
+REGIONS: Final = tuple(map(simd.region, _regions()))
 """What is compiled, kept for its addresses."""
 
-ATTEND, NORM, GATE, ROTATE = (int(region.address) for region in REGIONS)
+ATTEND, ATTEND_MANY, NORM, GATE, ROTATE = (int(region.address) for region in REGIONS)
