@@ -27,7 +27,15 @@ def pieces(spans, kind=("full_attention", None)):
     return PackedPass(tokens, spans, (kind,)).pieces(0, HEADS // SHARED, torch.float32)
 
 
-SPANS = [Span(0, 70, 1), Span(128, 0, 1), Span(192, 3, 4), Span(256, 9, 5, TREE), Span(320, 200, 2), Span(576, 0, 7)]
+SPANS = [
+    Span(0, 70, 1),
+    Span(128, 0, 1),
+    Span(192, 3, 4),
+    Span(256, 9, 5, TREE),
+    Span(320, 200, 2),
+    Span(576, 0, 7),
+    Span(640, 15, 5),
+]
 
 
 @pytest.mark.parametrize("kind", [("full_attention", None), ("sliding_attention", 8), ("chunked_attention", 16)])

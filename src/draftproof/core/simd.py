@@ -115,6 +115,25 @@ def power_of_two(typingctx, exponent):  # type: ignore[no-untyped-def]
     return types.float32(types.float32), codegen
 
 
+@emitted
+def request(typingctx, address):  # type: ignore[no-untyped-def]
+    """Have the line of an address read from memory into the second-level cache, without waiting for it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        Emit(builder).request(*arguments)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@compiled()
+def request_rows(address: Any, step: Any, count: Any, size: Any) -> None:
+    """Have `count` rows of `size` bytes, `step` bytes apart, read ahead."""
+    for row in range(count):
+        for at in range(0, size, 64):
+            request(address + row * step + at)
+
+
 @compiled(inline="always")
 def exponential(x: Any) -> Any:
     """Return eˣ to a relative 2⁻²² or so, clamped outside -87 to 87; loops over the polynomial are vectors."""
@@ -160,6 +179,11 @@ class Emit:
 
     def number(self, value: float) -> Any:
         return ir.Constant(NUMBERS, [value] * LANES)
+
+    def request(self, address: Any, offset: int = 0) -> None:
+        """Have the line of an address read from memory into the second-level cache, without waiting for it."""
+        place = self.pointer(ir.IntType(8), address, offset)
+        self.call("llvm.prefetch.p0i8", ir.VoidType(), place, I32(0), I32(2), I32(1))
 
     def variable(self, value: Any) -> Any:
         """Return a place for a vector, which LLVM keeps in a register."""

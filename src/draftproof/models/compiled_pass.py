@@ -260,7 +260,7 @@ class CompiledLayers:
         reach = max(reach, max(span.reach for span in spans))
         cosines, sines = self._rotation.rows(reach)
         queries = size.heads // size.kv_heads * max(span.width for span in spans)
-        room = max(4 * reach, scratch_bytes(queries, size.head_dim, size.head_dim))
+        room = max(4 * reach + 64, scratch_bytes(queries, size.head_dim, size.head_dim))
         work = Workspace(rows, max(width, attended, size.intermediate, widest), threads, room)
         normed = states if self._norm is None else torch.empty_like(states)
         sizes = (size.projected, attended, size.intermediate, 0 if self._entry is None else width)

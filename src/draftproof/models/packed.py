@@ -27,6 +27,10 @@ FEW_SCORES: Final = 6144
 """Scores of a head up to which a span of several tokens is attended to query by query in the compiled call, where its
 queries cannot be lanes of vectors (a tree); beyond, torch's attention is faster. A single token always is."""
 
+FEW_QUERIES: Final = 16
+"""Queries that share keys, of tokens that attend to all before them, up to which they are attended to one by one, too:
+more of them are lanes of vectors (compiled/attention.py), where these have sixteen."""
+
 
 Table = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -230,16 +234,17 @@ class Few(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> "Few | None":
-        biases = [piece.made_bias() for piece in pieces]
+        biases = [piece.made_bias() if piece.causal is None else None for piece in pieces]
         rows = [
-            (piece.tokens.start, piece.width, piece.keys.start, _reach(piece), 0 if bias is None else bias.data_ptr())
+            (piece.tokens.start, piece.width, piece.keys.start, _reach(piece), 0 if bias is None else bias.data_ptr(),
+             0 if piece.causal is None else piece.causal.window)
             for piece, bias in zip(pieces, biases, strict=True)
-        ]
+        ]  # fmt: skip
         return cls(np.array(rows, dtype=np.int64), biases) if rows else None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
         """Attend with all tokens of the table in one call, and write to `out`."""
-        room = (query.shape[3] + int(self.table[:, 3].max()) + 15) // 16 * 64
+        room = (int(self.table[:, 3].max()) + 15) // 16 * 64
         _run_compiled(compiled_layer().ATTEND, self.table, room, query, keys, values, scale, out)
 
 
@@ -329,11 +334,15 @@ def divide(pieces: Sequence[Piece], query: Tensor, keys: Tensor, values: Tensor,
     for piece in pieces:
         if piece.causal is not None and group * piece.width >= fewest_lanes():
             many.append(piece)
-        elif piece.width == 1 or piece.width * _reach(piece) <= FEW_SCORES:
+        elif piece.width == 1 or piece.width * _reach(piece) <= FEW_SCORES or _is_short(piece, group):
             few.append(piece)
         else:
             others.append(piece)
     return Divided(Few.of(few), Many.of(many, group, keys.shape[1]), others)
+
+
+def _is_short(piece: Piece, group: int) -> bool:
+    return piece.causal is not None and group * piece.width <= FEW_QUERIES
 
 
 def _reach(piece: Piece) -> int:

@@ -15,9 +15,9 @@ from numba.core import cgutils
 
 from draftproof.core.simd import F32, I32, I64, LANES, NUMBERS, WORDS, Emit, compiled, emitted, floats, words
 
-FEWEST: Final = 8
-"""Queries that share keys from which on it pays to make them lanes; fewer are attended to one by one. With three heads
-a group, drafts of one token (six queries) took 0.9 to 1.2 of the time, of two (nine) 0.5 to 0.8, of four 0.3 to 0.6."""
+FEWEST: Final = 17
+"""Queries that share keys from which on it pays to make them lanes: more than one vector has. Fewer are attended to one
+by one (attention_few.py)."""
 
 KEYS: Final = 64
 """Keys of a block; blocks begin at multiples of it, counted from a row's first token."""

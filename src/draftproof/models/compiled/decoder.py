@@ -9,18 +9,9 @@ from typing import Any, Final
 
 import numba
 from numba import types
-from numba.core import cgutils
 
 from draftproof.core.simd import (
-    F32,
-    I64,
-    LANES,
-    NUMBERS,
-    REASSOCIATED,
-    Emit,
     compiled,
-    emitted,
-    exponential,
     flags,
     floats,
     longs,
@@ -28,11 +19,13 @@ from draftproof.core.simd import (
     words,
 )
 from draftproof.models.compiled.attention import FEWEST, attend_span, vectors_of
+from draftproof.models.compiled.attention_few import NEVER, score, softmax, weighted_sum
 from draftproof.models.compiled.products import (
     ROWS_IN_CACHE,
     add_product,
     gated_product,
     int8_pair,
+    request_share,
     rounded_rows,
     scaled_by_rms,
 )
@@ -53,36 +46,6 @@ slots after the first `common`; otherwise it is 0."""
 SPAN_SIZE: Final = len(SPAN_FIELDS)
 
 
-def weighted_sum(blocks: int) -> Any:
-    """Return a compiled (weights, values, stride, count, factor, out) -> None over `blocks` · 16 columns of values."""
-
-    @emitted
-    def tile(typingctx, weights, values, stride, count, factor, out):  # type: ignore[no-untyped-def]
-        return types.void(*[types.int64] * 4, types.float32, types.int64), codegen
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weights, values, stride, count, factor, out = arguments
-        emit = Emit(builder)
-        totals = [cgutils.alloca_once(builder, NUMBERS) for _ in range(blocks)]
-        for total in totals:
-            builder.store(emit.number(0.0), total)
-        with cgutils.for_range(builder, count) as loop:
-            weight = emit.all_lanes(emit.load(F32, weights, builder.mul(loop.index, I64(4))))
-            place = builder.mul(loop.index, stride)
-            for b, total in enumerate(totals):
-                value = emit.load(NUMBERS, values, builder.add(place, I64(4 * LANES * b)))
-                builder.store(emit.fused(weight, value, builder.load(total)), total)
-        factors = emit.all_lanes(factor)
-        for b, total in enumerate(totals):
-            emit.store(builder.fmul(builder.load(total), factors), out, 4 * LANES * b)
-        return context.get_dummy_value()
-
-    return tile
-
-
-weighted_sum_64, weighted_sum_16 = weighted_sum(4), weighted_sum(1)
-
-
 @compiled(fastmath={"contract"})
 def rotate(x: Any, out: Any, cosines: Any, sines: Any, half: Any) -> None:
     """Rotate pairs half a head apart."""
@@ -90,27 +53,6 @@ def rotate(x: Any, out: Any, cosines: Any, sines: Any, half: Any) -> None:
         first, second = x[i], x[half + i]
         out[i] = first * cosines[i] - second * sines[i]
         out[half + i] = second * cosines[i] + first * sines[i]
-
-
-@compiled(fastmath=REASSOCIATED)
-def dot(a: Any, b: Any, size: Any) -> Any:
-    total = numba.float32(0)
-    for i in range(size):
-        total += a[i] * b[i]
-    return total
-
-
-@compiled(fastmath=REASSOCIATED)
-def softmax(scores: Any, count: Any, scale: Any) -> Any:
-    """Write e to (score · scale - the largest); return the inverse of the sum."""
-    largest = numba.float32(-3e38)
-    for i in range(count):
-        largest = max(largest, scores[i])
-    total = numba.float32(0)
-    for i in range(count):
-        scores[i] = exponential((scores[i] - largest) * scale)
-        total += scores[i]
-    return numba.float32(1) / total
 
 
 @compiled(fastmath={"contract"})
@@ -122,21 +64,13 @@ def attend(
     scores = floats(room)
     before, lineage, common, nodes = span[3], span[4], span[5], span[6]
     count = before + index + 1 if lineage == 0 else common + nodes
-    for slot in range(count):
-        scores[slot] = dot(query, floats(keys + slot * token), head_dim)
+    score(query, keys, token, count, head_dim, room)
     if lineage != 0:
         seen = flags(lineage + index * nodes)
         for i in range(nodes):
             if not seen[i]:
-                scores[common + i] = numba.float32(-3e38)
-    inverse = softmax(scores, count, scale)
-    done = 0
-    while head_dim - done >= 64:
-        weighted_sum_64(room, values + done * 4, token, count, inverse, out + done * 4)
-        done += 64
-    while done < head_dim:
-        weighted_sum_16(room, values + done * 4, token, count, inverse, out + done * 4)
-        done += 16
+                scores[common + i] = NEVER
+    weighted_sum(room, values, token, count, softmax(room, count, scale), head_dim, out)
 
 
 PASS_FIELDS: Final = (
@@ -190,7 +124,7 @@ def attend_few(this: Any, layer: Any, span: Any, room: Any, thread: Any, threads
     for item in range(first, last):
         head, index = item // span[1], item % span[1]
         token, start = span[0] + index, (span[2] * shared + head // (heads // shared)) * size * 4
-        attend(floats(this[PROJECTED] + token * wide + head * size * 4), layer[6] + start, layer[7] + start,
+        attend(this[PROJECTED] + token * wide + head * size * 4, layer[6] + start, layer[7] + start,
                shared * size * 4, span, index, size, scale, room,
                this[ATTENDED] + (token * heads + head) * size * 4)  # fmt: skip
 
@@ -228,6 +162,7 @@ def run_layer(this: Any, layer: Any, inputs: Any, width: Any, thread: Any, threa
     tile = this[SCRATCH] + thread * this[SCRATCH_BYTES]
     codes, sums, steps = rounded_rows(inputs, layer[0], this[BUFFERS], rows, width, eps, this[GATE], thread, threads)
     add_product(layer[1], codes, sums, steps, width, rows, outputs, this[PROJECTED], False, tile, thread, threads)
+    request_share(layer[2], this[HEADS] * size, hidden, thread, threads)
     wait_for_others(this[GATE], threads)
     write_keys_and_values(this, layer, thread, threads)
     wait_for_others(this[GATE], threads)
@@ -238,10 +173,12 @@ def run_layer(this: Any, layer: Any, inputs: Any, width: Any, thread: Any, threa
     width = this[HEADS] * size
     codes, sums, steps = rounded_rows(this[ATTENDED], 0, this[BUFFERS], rows, width, eps, this[GATE], thread, threads)
     add_product(layer[2], codes, sums, steps, width, rows, hidden, states, True, tile, thread, threads)
+    request_share(layer[4], hidden, 2 * this[INTERMEDIATE], thread, threads)
     wait_for_others(this[GATE], threads)
     codes, sums, steps = rounded_rows(states, layer[3], this[BUFFERS], rows, hidden, eps, this[GATE], thread, threads)
     width = this[INTERMEDIATE]
     gated_product(layer[4], codes, sums, steps, hidden, rows, width, this[GATED], tile, thread, threads)
+    request_share(layer[5], width, hidden, thread, threads)
     wait_for_others(this[GATE], threads)
     codes, sums, steps = rounded_rows(this[GATED], 0, this[BUFFERS], rows, width, eps, this[GATE], thread, threads)
     add_product(layer[5], codes, sums, steps, width, rows, hidden, states, True, tile, thread, threads)

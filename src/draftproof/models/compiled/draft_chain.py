@@ -8,26 +8,18 @@ from typing import Any, Final
 
 import numba
 from numba import types
-from numba.core import cgutils
 
 from draftproof.core import simd
 from draftproof.core.simd import (
-    F32,
-    I32,
-    I64,
-    LANES,
-    NUMBERS,
-    Emit,
     address_of,
     compiled,
     doubles,
-    emitted,
     floats,
     longs,
     thread_number,
     threads_running,
 )
-from draftproof.models.compiled import attention, decoder, products, threads
+from draftproof.models.compiled import attention, attention_few, decoder, exponentials, products, threads
 from draftproof.models.compiled.decoder import (
     BUFFERS,
     GATE,
@@ -49,6 +41,7 @@ from draftproof.models.compiled.decoder import (
     run_pass,
     write_product,
 )
+from draftproof.models.compiled.exponentials import peak_of, write_exponentials
 from draftproof.models.compiled.products import (
     add_product,
     rounded_rows,
@@ -105,51 +98,6 @@ def fuse_states(chain: Any, this: Any, thread: Any, threads: Any) -> None:
     wait_for_others(this[GATE], threads)
     copy_rows(chain[FUSED], this[STATES], rows * hidden, thread, threads)
     wait_for_others(this[GATE], threads)
-
-
-@emitted
-def peak_of(typingctx, x, size):  # type: ignore[no-untyped-def]
-    """Return the largest value of a row whose size is a multiple of 16."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, size = arguments
-        emit = Emit(builder)
-        found = cgutils.alloca_once(builder, NUMBERS)
-        builder.store(emit.number(-3e38), found)
-        with cgutils.for_range(builder, builder.udiv(size, I64(LANES))) as loop:
-            x = emit.load(NUMBERS, address, builder.mul(loop.index, I64(4 * LANES)))
-            builder.store(emit.call("llvm.maxnum.v16f32", NUMBERS, builder.load(found), x), found)
-        return emit.call("llvm.vector.reduce.fmax.v16f32", F32, builder.load(found))
-
-    return types.float32(types.int64, types.int64), codegen
-
-
-@emitted
-def write_exponentials(typingctx, x, peak, scale, out, size):  # type: ignore[no-untyped-def]
-    """Write e to the ((x - peak) · scale) of a row whose size is a multiple of 16; return the sum."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, peak, scale, out, size = arguments
-        emit = Emit(builder)
-        peaks, scales = emit.all_lanes(peak), emit.all_lanes(scale)
-        total = cgutils.alloca_once(builder, NUMBERS)
-        builder.store(emit.number(0.0), total)
-        with cgutils.for_range(builder, builder.udiv(size, I64(LANES))) as loop:
-            place = builder.mul(loop.index, I64(4 * LANES))
-            x = builder.fsub(emit.load(NUMBERS, address, place), peaks)
-            weight = emit.exponential(builder.fmul(x, scales))
-            emit.store(weight, out, place)
-            builder.store(builder.fadd(builder.load(total), weight), total)
-        # In a fixed order: half to half, as registers are added.
-        lanes = builder.load(total)
-        sums = [builder.extract_element(lanes, I32(i)) for i in range(LANES)]
-        while len(sums) > 1:
-            half = len(sums) // 2
-            sums = [builder.fadd(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
-        return sums[0]
-
-    signature = types.float32(types.int64, types.float32, types.float32, types.int64, types.int64)
-    return signature, codegen
 
 
 @compiled()
@@ -278,7 +226,7 @@ def work(chain: Any) -> None:
 
 def _region() -> Any:
     """Return the body of the region; its closure has the stamp of all that it is compiled from."""
-    files = (module.__file__ for module in (attention, decoder, products, threads, simd))
+    files = (module.__file__ for module in (attention, attention_few, decoder, exponentials, products, threads, simd))
     stamp = simd.stamp_of(__file__, *files)
 
     def body(data: Any) -> None:

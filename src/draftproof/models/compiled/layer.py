@@ -22,11 +22,13 @@ from draftproof.core.simd import (
     thread_number,
     threads_running,
 )
-from draftproof.models.compiled import attention
+from draftproof.models.compiled import attention, attention_few, exponentials
 from draftproof.models.compiled.attention import attend_span, vectors_of
+from draftproof.models.compiled.attention_few import NEVER, score, softmax, weighted_sum
 
-FIELDS: Final = 5
-"""Numbers of a piece of few queries: first token, tokens, first slot, slots, and the address of a bias or 0."""
+FIELDS: Final = 6
+"""Numbers of a piece of few queries: first token, tokens, first slot, slots, the address of a bias or 0, and the window
+or 0. Without a bias, each token attends to the slots up to its own: the last token's is the last slot."""
 
 MANY_FIELDS: Final = 6
 """Numbers of a piece of many queries: first token, tokens, the slot of the row's position 0, tokens before, the window
@@ -44,82 +46,32 @@ GATE_ROWS, GATE_BOTH, GATE_STEP, GATE_OUT, GATE_SIZE, GATE_TANH = range(6)
  ROTATE_K_WEIGHT, ROTATE_EPS, ROTATE_OFFSET) = range(19)  # fmt: skip
 
 
-@compiled(fastmath=REASSOCIATED)
-def score(query: Any, keys: Any, step: Any, count: Any, size: Any, scores: Any) -> None:
-    """Write the products of a query with `count` keys, `step` numbers apart; four at a time."""
-    whole = count // 4 * 4
-    for slot in range(0, whole, 4):
-        a = b = c = d = numba.float32(0)
-        k = floats(keys + slot * step * 4)
-        for i in range(size):
-            a += query[i] * k[i]
-            b += query[i] * k[i + step]
-            c += query[i] * k[i + 2 * step]
-            d += query[i] * k[i + 3 * step]
-        scores[slot], scores[slot + 1], scores[slot + 2], scores[slot + 3] = a, b, c, d
-    for slot in range(whole, count):
-        a = numba.float32(0)
-        k = floats(keys + slot * step * 4)
-        for i in range(size):
-            a += query[i] * k[i]
-        scores[slot] = a
-
-
-@compiled(fastmath=REASSOCIATED)
-def softmax(scores: Any, count: Any) -> None:
-    """Make scores into weights that sum to 1."""
-    largest = numba.float32(-3e38)
-    for i in range(count):
-        largest = max(largest, scores[i])
-    total = numba.float32(0)
-    for i in range(count):
-        scores[i] = exponential(scores[i] - largest)
-        total += scores[i]
-    inverse = numba.float32(1) / total
-    for i in range(count):
-        scores[i] *= inverse
-
-
-@compiled(fastmath={"contract"})
-def weighted_sum(weights: Any, values: Any, step: Any, count: Any, size: Any, out: Any) -> None:
-    """Write the sum of `count` values by their weights; four at a time."""
-    for i in range(size):
-        out[i] = numba.float32(0)
-    whole = count // 4 * 4
-    for slot in range(0, whole, 4):
-        v = floats(values + slot * step * 4)
-        a, b, c, d = weights[slot], weights[slot + 1], weights[slot + 2], weights[slot + 3]
-        for i in range(size):
-            out[i] += (a * v[i] + b * v[i + step]) + (c * v[i + 2 * step] + d * v[i + 3 * step])
-    for slot in range(whole, count):
-        v = floats(values + slot * step * 4)
-        for i in range(size):
-            out[i] += weights[slot] * v[i]
-
-
 @compiled(fastmath={"contract"})
 def attend_share(this: Any, thread: Any, threads: Any) -> None:
     """Attend with a thread's share of the heads of every piece; `this` are the call's numbers."""
     heads, size, scale = this[HEADS], this[KEY_SIZE], floats(this[SCALE])[0]
-    scratch = floats(this[SCRATCH] + thread * this[SCRATCH_BYTES])
-    scores = floats(this[SCRATCH] + thread * this[SCRATCH_BYTES] + size * 4)
+    room = this[SCRATCH] + thread * this[SCRATCH_BYTES]
+    scores = floats(room)
     for item in range(this[PIECES] * heads * thread // threads, this[PIECES] * heads * (thread + 1) // threads):
         piece, head = longs(this[TABLE] + item // heads * FIELDS * 8), item % heads
         shared = head // (heads // this[SHARED])
         k = this[KEYS] + (shared * this[KEY_HEAD] + piece[2] * this[KEY_SLOT]) * 4
         v = this[VALUES] + (shared * this[VALUE_HEAD] + piece[2] * this[VALUE_SLOT]) * 4
         for token in range(piece[1]):
-            q = floats(this[QUERIES] + (head * this[QUERY_HEAD] + (piece[0] + token) * this[QUERY_TOKEN]) * 4)
-            for i in range(size):
-                scratch[i] = q[i] * scale
-            score(scratch, k, this[KEY_SLOT], piece[3], size, scores)
-            if piece[4] != 0:
+            first, last = types.int64(0), piece[3]
+            if piece[4] == 0:
+                last += token + 1 - piece[1]
+                first = max(first, last - piece[5]) if piece[5] > 0 else first
+            count = last - first
+            query = this[QUERIES] + (head * this[QUERY_HEAD] + (piece[0] + token) * this[QUERY_TOKEN]) * 4
+            score(query, k + first * this[KEY_SLOT] * 4, this[KEY_SLOT] * 4, count, size, room)
+            if piece[4] != 0:  # zeros and minus infinity: which slots the token attends to
                 bias = floats(piece[4] + token * piece[3] * 4)
-                for i in range(piece[3]):
-                    scores[i] = max(scores[i] + bias[i], numba.float32(-3e38))
-            softmax(scores, piece[3])
-            place = ((piece[0] + token) * heads + head) * this[VALUE_SIZE] * 4
-            weighted_sum(scores, v, this[VALUE_SLOT], piece[3], this[VALUE_SIZE], floats(this[OUT] + place))
+                for i in range(count):
+                    scores[i] = max(scores[i] + bias[i], NEVER)
+            factor, place = softmax(room, count, scale), ((piece[0] + token) * heads + head) * this[VALUE_SIZE] * 4
+            start = v + first * this[VALUE_SLOT] * 4
+            weighted_sum(room, start, this[VALUE_SLOT] * 4, count, factor, this[VALUE_SIZE], this[OUT] + place)
 
 
 @compiled()
@@ -229,7 +181,7 @@ def rotate_share(this: Any, thread: Any, threads: Any) -> None:
 
 def _regions() -> tuple[Any, ...]:
     """Return the bodies of the regions; their closures have the stamp of all that they are compiled from."""
-    stamp = simd.stamp_of(__file__, attention.__file__, simd.__file__)
+    stamp = simd.stamp_of(__file__, attention.__file__, attention_few.__file__, exponentials.__file__, simd.__file__)
 
     def attend(data: Any) -> None:
         if stamp >= 0:  # always

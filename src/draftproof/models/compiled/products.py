@@ -26,6 +26,7 @@ from draftproof.core.simd import (
     compiled,
     emitted,
     floats,
+    request_rows,
 )
 from draftproof.models.compiled.threads import (
     share,
@@ -109,6 +110,11 @@ def int4_tile(rows: int, blocks: int = 2) -> Any:
                 )
                 for m in range(rows)
             ]
+            # The next tile's weights. Without that the processor waits for memory in each tile, and with two to four
+            # rows, whose tiles take longer, for longer.
+            for start in starts:
+                for line in range(0, GROUP_BYTES, 64):
+                    emit.request(builder.add(start, builder.mul(block_bytes, I64(blocks))), line)
             # The weight is scale · (code - 8) + zero: starting at -8 · sum subtracts the 8 without an instruction.
             first = [builder.mul(total, emit.constant(-8)) for total in summed]
             parts = [
@@ -171,6 +177,11 @@ def int8_tile(rows: int, blocks: int = 2) -> Any:
                     builder.store(emit.constant(0), whole)
             with cgutils.for_range(builder, builder.udiv(run_pairs, I64(4))) as loop:
                 at = builder.add(builder.mul(run.index, run_pairs), builder.mul(loop.index, I64(4)))
+                for b in range(blocks):
+                    place = builder.add(weights, builder.mul(block_stride, I64(blocks + b)))
+                    place = builder.add(place, builder.mul(at, I64(2 * LANES)))
+                    emit.request(place)
+                    emit.request(place, 64)
                 for step in range(4):
                     pair = builder.add(at, I64(step))
                     codes = [
@@ -348,6 +359,14 @@ def rounded_rows(
     if rows > ROWS_OF_OWN:
         wait_for_others(gate, threads)
     return place, sums, steps
+
+
+@compiled()
+def request_share(weights: Any, size: Any, outputs: Any, thread: Any, threads: Any) -> None:
+    """Have the first weights of this thread's share of a product read ahead from memory."""
+    first, _ = share(outputs // 32, thread, threads)
+    pair = 2 * (size // 32) * GROUP_BYTES
+    request_rows(weights + first * pair, pair, 1, pair)
 
 
 @compiled(fastmath={"contract"})
