@@ -42,9 +42,9 @@ def test_a_perfect_head_is_always_accepted(layout, temperature, tmp_path):
     assert acceptance(outputs) > 0.99
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize(("layout", "shift"), [*((layout, -1) for layout in LAYOUTS), ("speculators", 1)])
 def test_a_head_that_reads_a_neighbouring_layer_is_not(layout, shift, tmp_path):
+    """In the other layouts, taps one higher would be a list that begins with 2: read as for vLLM, it is right."""
     shifted = tuple(tap + shift for tap in TAPS)
     engine = dp.load(target(), f"eagle3:{eagle3_folder(tmp_path, layout, shifted)}", num_draft_tokens=6)
     outputs = engine.generate(PROMPTS, temperature=0, max_tokens=20)
