@@ -27,7 +27,7 @@ from draftproof.drafters.interface import Drafter
 from draftproof.drafters.ngram import NGram
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import Suffix
-from draftproof.engine.draft_length import AutoLength, DraftLengthPolicy, FixedLength
+from draftproof.engine.draft_length import DraftLengths
 from draftproof.engine.request import Request, Session
 
 PASSES = {1: 1.0, 2: 1.02, 3: 1.03, 5: 1.06, 8: 1.13, 13: 1.32, 17: 1.45}
@@ -39,14 +39,15 @@ ROUND, DRAFT = 0.03, 0.004
 PASS_SECONDS = 0.045
 """Seconds of a pass over one token."""
 
-CANDIDATES: dict[str, tuple[Callable[[], Drafter], Callable[[], DraftLengthPolicy]]] = {
-    "ngram": (NGram, AutoLength),
-    "suffix": (Suffix, AutoLength),
-    "prompt-lookup": (PromptLookup, AutoLength),
-    "ngram, 4 tokens": (NGram, lambda: FixedLength(4)),
-    "ngram, 8 tokens": (NGram, lambda: FixedLength(8)),
-    "suffix, 8 tokens": (Suffix, lambda: FixedLength(8)),
+CANDIDATES: dict[str, tuple[Callable[[], Drafter], int | str]] = {
+    "ngram": (NGram, "auto"),
+    "suffix": (Suffix, "auto"),
+    "prompt-lookup": (PromptLookup, "auto"),
+    "ngram, 4 tokens": (NGram, 4),
+    "ngram, 8 tokens": (NGram, 8),
+    "suffix, 8 tokens": (Suffix, 8),
 }
+"""Drafters, and their draft lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +84,14 @@ def pass_cost(width: float) -> float:
 
 
 def replay(
-    text: Text, drafter: Drafter, policy: DraftLengthPolicy, max_tokens: int, busy: float, clock: random.Random
+    text: Text, drafter: Drafter, lengths: DraftLengths, max_tokens: int, busy: float, clock: random.Random
 ) -> float:
     """Return the modelled speedup over plain decoding, without the time for the prompt."""
     output = text.output[:max_tokens]
     session = Session.start(Request(tuple(text.prompt), SamplingParams(temperature=0.0, seed=0), len(output)))
     cost = 0.0
     while session.room:
-        [wanted] = policy.lengths([session])
+        [wanted] = lengths.choose([session])
         rng = Philox(torch.tensor([0]), torch.tensor([len(session.tokens)]))
         draft = drafter.propose([session], [max(0, min(wanted, session.room - 1))], rng)
         drafted, rest = draft.tokens[0].tolist(), output[len(output) - session.room :]
@@ -98,8 +99,8 @@ def replay(
         width = len(drafted) + 1
         cost += pass_cost(width) + ROUND + (DRAFT if wanted else 0.0)
         seconds = PASS_SECONDS * (pass_cost(width) + ROUND) * clock.lognormvariate(0, busy)
-        policy.record_time({"score": seconds, "draft": PASS_SECONDS * DRAFT}, width, len(drafted))
-        policy.record_draft(session, len(drafted), accepted)
+        lengths.record_time({"score": seconds, "draft": PASS_SECONDS * DRAFT}, [len(drafted)])
+        lengths.record_draft(session, len(drafted), accepted)
         session.tokens += rest[: accepted + 1]
     return len(output) * (1 + ROUND) / cost
 
@@ -114,10 +115,11 @@ def main() -> None:
     parser.add_argument("--busy", type=float, default=0.0)
     options = parser.parse_args()
     texts = recorded(options.texts, options.prompts, options.max_tokens)
-    for name, (drafter, policy) in CANDIDATES.items():
+    for name, (drafter, length) in CANDIDATES.items():
         clock, kinds = random.Random(0), defaultdict(list)
         for text in texts:
-            kinds[text.kind].append(replay(text, drafter(), policy(), options.max_tokens, options.busy, clock))
+            lengths = DraftLengths(length)
+            kinds[text.kind].append(replay(text, drafter(), lengths, options.max_tokens, options.busy, clock))
         print(name)
         for kind, speeds in kinds.items():
             print(f"  {kind:<20} {statistics.median(speeds):5.2f}x plain  ({min(speeds):.2f} to {max(speeds):.2f})")

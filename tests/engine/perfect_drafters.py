@@ -61,11 +61,14 @@ def continued(prompt: list[int], length: int) -> list[int]:
 @cache
 @torch.no_grad()
 def target(kind: type = tf.LlamaForCausalLM) -> tf.PreTrainedModel:
-    """Build the target: in every layer attention averages over the text, and only the last layer's MLP is not zero."""
+    """Build the target: in every layer attention averages over the text, and only the last layer's MLP is not zero.
+
+    Recurrent layers, those of Qwen3.5, add nothing. Its attention halves its outputs: a gate is sigmoid(0).
+    """
     model = kind(config(kind)).eval()
     for name, weight in model.named_parameters():
-        weight.fill_(1.0 if "norm" in name else 0.0)
-    stack = model.model.layers
+        weight.fill_(neutral_norm(kind) if "norm" in name else 0.0)
+    stack = [layer for layer in model.model.layers if hasattr(layer, "self_attn")]
     table = model.get_input_embeddings().weight
     table[:, TOKEN : TOKEN + V] = torch.eye(V)
     table[UP, SIGN], table[DOWN, SIGN] = 1.0, -1.0
@@ -76,14 +79,28 @@ def target(kind: type = tf.LlamaForCausalLM) -> tf.PreTrainedModel:
         after = STRENGTH * (-1) ** index
         rms = ((3 + before**2) / H) ** 0.5
         layer.self_attn.v_proj.weight[0, SIGN] = 1.0
-        layer.self_attn.o_proj.weight[DIRECTION, 0] = (after - before) * rms
+        layer.self_attn.o_proj.weight[DIRECTION, 0] = (after - before) * rms * (2 if is_gated(kind) else 1)
         before = after
     count(stack[-1].mlp, closing=2 * STRENGTH, sign=(-1) ** (len(stack) - 1), upward=0.05)
     model.lm_head.weight[:, NEXT : NEXT + V] = SHARP * torch.eye(V)
     return model
 
 
+def is_gated(kind: type) -> bool:
+    return kind is tf.Qwen3_5ForCausalLM
+
+
+def neutral_norm(kind: type) -> float:
+    """Return the weight of a norm that scales nothing; Qwen3.5 adds 1 to it."""
+    return 0.0 if is_gated(kind) else 1.0
+
+
 def config(kind: type) -> tf.PreTrainedConfig:
+    if kind is tf.Qwen3_5ForCausalLM:
+        types = ["linear_attention"] * 2 + ["full_attention"] * (LAYERS - 2)
+        sizes = {**SIZES, "layer_types": types, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+        sizes |= {"linear_key_head_dim": SIZE, "linear_value_head_dim": SIZE, "num_hidden_layers": LAYERS}
+        return tf.Qwen3_5TextConfig(**sizes, **NO_END, tie_word_embeddings=False)
     if kind is tf.Glm4MoeForCausalLM:
         dense = {"first_k_dense_replace": LAYERS, "n_routed_experts": EXPERTS, "num_experts_per_tok": 1}
         dense |= {"n_shared_experts": 1, "moe_intermediate_size": 2 * V}
@@ -156,15 +173,28 @@ def eagle3_tensors() -> dict[str, Tensor]:
     }
 
 
-def mtp_folder(folder: Path) -> Path:
-    """Write a GLM target whose checkpoint has a perfect MTP layer: its attention and its routed experts add nothing."""
-    target(tf.Glm4MoeForCausalLM).save_pretrained(folder)
-    start = f"model.layers.{LAYERS}."
+def mtp_folder(folder: Path, kind: type = tf.Glm4MoeForCausalLM) -> Path:
+    """Write a target whose checkpoint has a perfect MTP layer, as GLM or as Qwen3.5 names its tensors."""
+    target(kind).save_pretrained(folder)
+    path = folder / "model.safetensors"
+    added = qwen_mtp_tensors() if is_gated(kind) else glm_mtp_tensors()
+    save_file(load_file(path) | {name: weight.contiguous() for name, weight in added.items()}, path, {"format": "pt"})
+    return folder
+
+
+def mtp_projection() -> Tensor:
+    """Return what joins embedding and state: of the state, only the direction is read."""
     eh_proj = torch.zeros(H, 2 * H)
     for coordinate in (*range(TOKEN, TOKEN + V), ONE):
         eh_proj[coordinate, coordinate] = 1.0
     eh_proj[DIRECTION, H + DIRECTION] = 5.0
-    tensors = {"eh_proj": eh_proj, "mlp.gate": torch.zeros(EXPERTS, H)}
+    return eh_proj
+
+
+def glm_mtp_tensors() -> dict[str, Tensor]:
+    """Build an MTP layer whose attention and routed experts add nothing."""
+    start = f"model.layers.{LAYERS}."
+    tensors = {"eh_proj": mtp_projection(), "mlp.gate": torch.zeros(EXPERTS, H)}
     for name in ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm"):
         tensors[name] = torch.ones(H)
     for name in "qkvo":
@@ -172,11 +202,22 @@ def mtp_folder(folder: Path) -> Path:
     for name, weight in counting(closing=10.0).items():
         tensors[f"mlp.shared_experts.{name}"] = weight
         tensors |= {f"mlp.experts.{expert}.{name}": torch.zeros_like(weight) for expert in range(EXPERTS)}
-    path = folder / "model.safetensors"
-    added = {f"{start}{name}.weight": weight.contiguous() for name, weight in tensors.items()}
-    added[f"{start}mlp.gate.e_score_correction_bias"] = torch.zeros(EXPERTS)
-    save_file(load_file(path) | added, path, metadata={"format": "pt"})
-    return folder
+    added = {f"{start}{name}.weight": weight for name, weight in tensors.items()}
+    return added | {f"{start}mlp.gate.e_score_correction_bias": torch.zeros(EXPERTS)}
+
+
+def qwen_mtp_tensors() -> dict[str, Tensor]:
+    """Build an MTP layer whose attention adds nothing."""
+    tensors = {"fc": mtp_projection()}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[name] = torch.zeros(H)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"layers.0.{name}"] = torch.zeros(H)
+    for name, rows in {"q": 2 * H, "k": H, "v": H, "o": H}.items():
+        tensors[f"layers.0.self_attn.{name}_proj"] = torch.zeros(rows, H)
+    tensors |= {f"layers.0.self_attn.{name}_norm": torch.zeros(SIZE) for name in "qk"}
+    tensors |= {f"layers.0.mlp.{name}": weight for name, weight in counting(closing=10.0).items()}
+    return {f"mtp.{name}.weight": weight for name, weight in tensors.items()}
 
 
 def eagle3_folder(folder: Path, layout: str, taps: tuple[int, ...] = TAPS) -> Path:
@@ -190,6 +231,8 @@ def eagle3_folder(folder: Path, layout: str, taps: tuple[int, ...] = TAPS) -> Pa
         return folder
     numbered = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}
     flat = {**sizes, **common, "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": numbered}
+    if layout == "angelslim":
+        flat |= {"architectures": ["Eagle3LlamaForCausalLM"], "tie_word_embeddings": True}
     if layout == "midlayer":
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     save(folder, flat, tensors)

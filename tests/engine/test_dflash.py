@@ -52,8 +52,9 @@ def test_a_drafter_that_reads_a_neighbouring_layer_is_not(layout, shift, tmp_pat
     assert acceptance(outputs) < 0.5
 
 
-def test_states_survive_rejections_at_every_depth_in_a_ragged_batch(tmp_path):
-    fitted = fitted_dflash(dflash_folder(tmp_path, "original"), target())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_survive_rejections_at_every_depth_in_a_ragged_batch(layout, tmp_path):
+    fitted = fitted_dflash(dflash_folder(tmp_path, layout), target())
     drafter = WrongAtEveryDepth(DFlashDrafter(fitted), depth=4)
     outputs = dp.load(target(), drafter, num_draft_tokens=4).generate(PROMPTS, temperature=0, max_tokens=LENGTHS)
     assert [output.tokens for output in outputs] == TEXTS

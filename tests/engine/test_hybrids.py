@@ -6,10 +6,12 @@ that forgets to restore the states, fails with as many.
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 
 import pytest
 import torch
+import transformers as tf
 
 import draftproof as dp
 from draftproof.core.sampling import SamplingParams
@@ -18,6 +20,7 @@ from draftproof.models.hybrid import HybridModel
 from draftproof.models.hybrid_cache import HybridCache
 from engine.many_texts import unchecked
 from engine.near_ties import count_near_ties
+from engine.perfect_drafters import DOWN, UP, acceptance, continued, dflash_folder, eagle3_folder, target
 from engine.plain_distribution import counts, joint_distribution
 from engine.tiny import llama
 from g_test import g_test
@@ -206,6 +209,19 @@ def test_qwen_drafts_with_its_own_mtp_layer(with_mtp):
     outputs = engine.generate(prompts, temperature=0, max_tokens=16)
     assert [output.tokens for output in outputs] == [output.tokens for output in plain]
     assert sum(output.stats.drafted for output in outputs) > 50
+
+
+@pytest.mark.parametrize(
+    "write_to", [partial(eagle3_folder, layout="specforge"), partial(dflash_folder, layout="original")]
+)
+@pytest.mark.parametrize("rule", ["block", "coupled"])
+def test_a_perfect_published_drafter_of_a_hybrid_is_always_accepted(write_to, rule, tmp_path):
+    prompts, lengths = [[UP], [DOWN, 3], [UP, 1, 2, 5], [DOWN, 4, 4, 0]], [9, 30, 17, 24]
+    engine = dp.load(target(tf.Qwen3_5ForCausalLM), write_to(tmp_path), rule=rule, num_draft_tokens=4)
+    assert isinstance(engine.model, HybridModel)
+    outputs = engine.generate(prompts, temperature=0.7, max_tokens=lengths)
+    assert [output.tokens for output in outputs] == list(map(continued, prompts, lengths))
+    assert acceptance(outputs) > 0.99
 
 
 @pytest.mark.slow

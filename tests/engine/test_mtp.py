@@ -1,9 +1,9 @@
 """MTP layers in the engine: the right states, which survive rejections, and the target's texts.
 
-As in test_eagle3.py, wrong wiring shows with a target whose MTP layer makes no mistakes. Qwen3-Next and Qwen3.5 are
-recurrent hybrids, whose drafts are chains: see test_hybrids.py. The joint
-distribution of two tokens is tested by G-test: α = 1e-6, fixed seed; 2000 texts over 576 cells find a total variation
-of about 0.12, and the control fails with as many.
+As in test_eagle3.py, wrong wiring shows with a target whose MTP layer makes no mistakes, in both layouts of tensors.
+Qwen3-Next and Qwen3.5 are recurrent hybrids, whose drafts are chains; with random weights they are in test_hybrids.py.
+The joint distribution of two tokens is tested by G-test: α = 1e-6, fixed seed; 2000 texts over 576 cells find a total
+variation of about 0.12, and the control fails with as many.
 """
 
 import math
@@ -32,10 +32,9 @@ SPREAD = 1.5
 """Standard deviation of the logits: neither flat nor certain, so that some drafts are accepted and some rejected."""
 
 
-@pytest.fixture(scope="module")
-def perfect(tmp_path_factory):
-    folder = mtp_folder(tmp_path_factory.mktemp("mtp"))
-    return tf.Glm4MoeForCausalLM.from_pretrained(folder).eval()
+@pytest.fixture(scope="module", params=[tf.Glm4MoeForCausalLM, tf.Qwen3_5ForCausalLM], ids=["glm", "qwen"])
+def perfect(request, tmp_path_factory):
+    return request.param.from_pretrained(mtp_folder(tmp_path_factory.mktemp("mtp"), request.param)).eval()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -9,6 +9,7 @@ import json
 
 import pytest
 import torch
+import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from draftproof.models.head.attach_published import attach_eagle3, fitted_eagle3
 from draftproof.models.head.checkpoint import Checkpoint
 from draftproof.models.head.eagle3_file import Eagle3Head, taps_of
 from draftproof.models.head.published import kind_of
+from draftproof.models.head.rotary import Rotary
 from models import reference_checkpoints as reference
 from models.numbered_weights import DRAFTED, LENGTH, STEPS, VOCABULARY, numbered, states, tokens
 from models.reference_environment import run_reference
@@ -93,6 +95,18 @@ def test_every_option_matters(name, tmp_path):
     """Control: without its option, a head's logits are others."""
     head = load(tmp_path, *UNSET[name](*variant(name)))
     assert distance(head, reference.expected("eagle3", name)) > DIFFERENT
+
+
+def test_linear_scaling_divides_positions():
+    """It has no reference of its own: a factor of 4 at position 4 n is none at position n."""
+    settings = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
+    scaled, plain = (
+        Rotary(tf.LlamaConfig(**settings, rope_parameters={"rope_theta": 500.0, **kind}))
+        for kind in ({"rope_type": "linear", "factor": 4.0}, {"rope_type": "default"})
+    )
+    x = numbered("x", (1, 2, 5, 8))
+    assert torch.allclose(scaled(x, 4 * torch.arange(5)[None]), plain(x, torch.arange(5)[None]), atol=1e-6)
+    assert not torch.allclose(scaled(x, torch.arange(5)[None]), plain(x, torch.arange(5)[None]), atol=1e-2)
 
 
 # ------------------------------------------------------------------------------------------------ the other formats

@@ -109,6 +109,9 @@ def test_a_folder_in_use_and_another_target_are_refused(tmp_path):
     saved_head(tmp_path / "head")
     with pytest.raises(ValueError, match="exists and is not empty"):
         export(tmp_path / "head", tmp_path, target())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is a file, and a head is exported to a folder"):
+        export(tmp_path / "head", tmp_path / "file", target())
     with pytest.raises(ValueError, match="number of layers is 8; that of the target is 5"):
         export(tmp_path / "head", tmp_path / "out", tiny_target(VOCABULARY, HIDDEN, 5))
 

@@ -100,6 +100,15 @@ def test_the_targets_weights_are_lent_and_not_copied(checkpoint):
     assert fitted.logits(torch.zeros(1, HIDDEN)).shape == (1, V)
 
 
+def test_a_checkpoint_that_also_reads_images_has_its_layers_elsewhere(tmp_path):
+    model = write(tmp_path / "glm4_moe", "glm4_moe")
+    edit(tmp_path / "glm4_moe", lambda tensors: {
+        name.replace("model.layers.", "model.language_model.layers."): tensor for name, tensor in tensors.items()
+    })  # fmt: skip
+    network = mtp.load(Checkpoint.of(tmp_path / "glm4_moe"), model)
+    torch.testing.assert_close(ours(model, network), expected(tmp_path / "glm4_moe"), atol=CLOSE, rtol=0)
+
+
 def test_bfloat16_stays_bfloat16(checkpoint):
     model, folder = checkpoint
     half = copy.deepcopy(model).to(torch.bfloat16)

@@ -20,6 +20,9 @@ from draftproof.core.types import PAD, ROOT, Draft
 
 N = TypeVar("N")
 
+AUTO_CONFIDENCE: Final = "auto"
+"""The setting `confidence` with which a drafter chooses by itself how likely a greedy row's path must be."""
+
 BACK_OFF: Final = 0.4
 """Factor on the estimate of a shorter context relative to a longer one ("stupid back-off", Brants et al. 2007)."""
 
@@ -172,3 +175,21 @@ def check_share(name: str, value: float) -> None:
     """Refuse a setting that is not a probability."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be a probability in [0, 1]; got {value!r}")
+
+
+def check_confidence(value: float | str) -> None:
+    """Refuse a confidence that is neither a probability nor "auto"."""
+    if not isinstance(value, str):
+        check_share("confidence", value)
+    elif value != AUTO_CONFIDENCE:
+        raise ValueError(f'confidence must be a probability in [0, 1] or "{AUTO_CONFIDENCE}"; got {value!r}')
+
+
+def least_path(confidence: float | str, automatic: float, device: torch.device) -> float:
+    """Return the probability below which a path ends: the setting, or with "auto" `automatic` on a CPU.
+
+    On a GPU a draft is as wide as its longest row could be, so that ending one earlier would save nothing.
+    """
+    if not isinstance(confidence, str):
+        return confidence
+    return automatic if is_cpu(device) else 0.0

@@ -6,6 +6,7 @@ request's sampling parameters: exact under every rule.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 from jaxtyping import Float
@@ -14,23 +15,28 @@ from torch import Tensor
 from draftproof.core.device import to_device
 from draftproof.core.rng import Philox
 from draftproof.core.types import Draft
-from draftproof.drafters.build import Guess, Spine, check_count, check_share, chosen
+from draftproof.drafters.build import Guess, Spine, check_confidence, check_count, chosen, least_path
 from draftproof.drafters.head_reader import MAX_BATCHED, MOST_UNREAD, HeadRow, join_taps
 from draftproof.drafters.interface import Context, TargetFeatures
 from draftproof.drafters.sample import Draws, draw_token, own_log_prob, penalty_history, ranking, with_drafted
 from draftproof.models.head.dflash import FittedDFlash
 
+BLOCK_CONFIDENCE: Final = 0.03
+"""Probability of a greedy row's path below which "auto" ends a draft. The block is computed already, so a further token
+costs only a position of the target's pass, as in a head's tree."""
+
 
 class DFlashDrafter:
     """Drafter that predicts a whole block in one pass, at most one token less than the block has positions.
 
-    confidence  end a draft after a token whose probability was below this; see `HeadDrafter`
+    confidence  end a draft after the token at which the probability of all its tokens falls below this; "auto" does so
+                for greedy rows on a CPU. See `HeadDrafter`
     branches    more than one drafts trees, for rule="tree": the drawn path, with chosen siblings of each token
     """
 
-    def __init__(self, drafter: FittedDFlash, *, confidence: float = 0.0, branches: int = 1) -> None:
+    def __init__(self, drafter: FittedDFlash, *, confidence: float | str = 0.0, branches: int = 1) -> None:
         check_count("branches", branches, 1)
-        check_share("confidence", confidence)
+        check_confidence(confidence)
         self.features = TargetFeatures(layers=drafter.network.shape.taps)
         self._drafter, self._confidence, self._branches = drafter, confidence, branches
         self._memory = DFlashReader(drafter)
@@ -48,7 +54,8 @@ class DFlashDrafter:
         logits = self._drafter.logits(self._memory.predict(contexts, [slot > 0 for slot in slots]))
         samplings = [context.sampling for context in contexts]
         greedy = all(sampling.temperature == 0 for sampling in samplings)
-        if greedy and self._confidence:
+        confidence = least_path(self._confidence, BLOCK_CONFIDENCE if greedy else 0.0, logits.device)
+        if greedy and confidence:
             samplings = [ranking(sampling) for sampling in samplings]
         histories = [penalty_history(context, logits.device) for context in contexts]
         spine = Spine(self._branches, to_device(slots, logits.device))
@@ -58,8 +65,7 @@ class DFlashDrafter:
             here = logits[:, len(spine.tokens)]
             dist, token = draw_token(draws, here, drafted, start, greedy)
             spine.add(dist, token)
-            sure = own_log_prob(draws, here, drafted, dist, token) if self._confidence else None
-            if self._confidence and spine.end_after_weak(self._confidence, sure):
+            if confidence and spine.end_after_weak(confidence, own_log_prob(draws, here, drafted, dist, token)):
                 break
         draft = spine.draft(shared_rng=rng.shared)
         # The argmax is chosen, not drawn: without a distribution there is less to verify.

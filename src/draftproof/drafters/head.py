@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.core.device import is_cpu, to_device
+from draftproof.core.device import to_device
 from draftproof.core.rng import Philox
 from draftproof.core.sampling import SamplingParams, warp_without_sync
 from draftproof.core.types import Draft
-from draftproof.drafters.build import Guess, Spine, check_count, check_share, chosen
+from draftproof.drafters.build import Guess, Spine, check_confidence, check_count, chosen, least_path
 from draftproof.drafters.device_head_rows import DeviceHeadRows
 from draftproof.drafters.head_chain import GREEDY, draft_chain, joined, kind_of
 from draftproof.drafters.head_reader import MAX_BATCHED, HeadReader
@@ -32,8 +32,6 @@ from draftproof.models.int4_linear import runs_int4
 
 if TYPE_CHECKING:
     from draftproof.drafters.device_head import HeadDrafting
-
-AUTO_CONFIDENCE: Final = "auto"
 
 GREEDY_CONFIDENCE: Final = 0.15
 """Probability of a greedy row's path below which "auto" ends a chain. A further token gains at most this much and costs
@@ -65,10 +63,7 @@ class HeadDrafter:
         self, head: FittedHead, *, confidence: float | str = 0.0, branches: int = 1, graphs: bool = True
     ) -> None:
         check_count("branches", branches, 1)
-        if not isinstance(confidence, str):
-            check_share("confidence", confidence)
-        elif confidence != AUTO_CONFIDENCE:
-            raise ValueError(f'confidence must be a probability in [0, 1] or "{AUTO_CONFIDENCE}"; got {confidence!r}')
+        check_confidence(confidence)
         if branches > len(head.vocab.ids):
             raise ValueError(f"branches={branches}, but the head knows only {len(head.vocab.ids)} tokens")
         self.features = TargetFeatures(layers=head.head.taps)
@@ -221,10 +216,5 @@ class HeadDrafter:
         return grow_levels(h, slots, self._branches, score, self._memory.branch, least=least)
 
     def _least(self, automatic: float, device: torch.device) -> float:
-        """Return the probability below which a path ends: the setting, or `automatic` on a CPU.
-
-        On a GPU a draft is as wide as its longest row could be, so that ending one earlier would save nothing.
-        """
-        if not isinstance(self._confidence, str):
-            return self._confidence
-        return automatic if is_cpu(device) else 0.0
+        """Return the probability below which a path ends; `automatic` is that of "auto"."""
+        return least_path(self._confidence, automatic, device)

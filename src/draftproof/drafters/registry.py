@@ -139,7 +139,7 @@ def _head(name: str, folder: str, hf: Any, branches: int, confidence: float | st
     if name in (EAGLE3, DFLASH) and not folder:
         raise ValueError(f'drafter "{name}" wants the folder or hub id of a drafter, as in "{name}:folder"')
     if name in (DFLASH, MTP, EAGLE3):
-        return _published(name, folder, hf, branches, graphs)
+        return _published(name, folder, hf, branches, confidence, graphs)
     if not folder and not SHIPPED.is_dir():
         raise ValueError(
             f"drafter {name!r} is the head of the bundled model, and this installation has none: name one, "
@@ -148,17 +148,17 @@ def _head(name: str, folder: str, hf: Any, branches: int, confidence: float | st
     return HeadDrafter(fitted(folder or SHIPPED, hf), branches=branches, confidence=confidence, graphs=graphs)
 
 
-def _published(name: str, folder: str, hf: Any, branches: int, graphs: bool) -> Drafter:
+def _published(name: str, folder: str, hf: Any, branches: int, confidence: float | str, graphs: bool) -> Drafter:
     from draftproof.drafters.dflash import DFlashDrafter
     from draftproof.drafters.head import HeadDrafter
     from draftproof.models.head.attach_published import fitted_dflash, fitted_eagle3, fitted_mtp
 
     if name == DFLASH:
-        return DFlashDrafter(fitted_dflash(folder, hf), branches=branches)
+        return DFlashDrafter(fitted_dflash(folder, hf), confidence=confidence, branches=branches)
     if name == MTP:
         # No CUDA graphs: transformers' experts are chosen on the host.
-        return HeadDrafter(fitted_mtp(folder, hf), branches=branches, graphs=False)
-    return HeadDrafter(fitted_eagle3(folder, hf), branches=branches, graphs=graphs)
+        return HeadDrafter(fitted_mtp(folder, hf), branches=branches, confidence=confidence, graphs=False)
+    return HeadDrafter(fitted_eagle3(folder, hf), branches=branches, confidence=confidence, graphs=graphs)
 
 
 def _uses_graphs(target: Model | None) -> bool:

@@ -1,7 +1,7 @@
 """Load transformers models by name, folder or object, and wrap them as a `Model`."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -123,6 +123,7 @@ def fetch_bundled(options: LoadOptions) -> tuple[str, str]:
 
 
 def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Tokenizer]:
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     from draftproof.models.fused import lay_side_by_side
@@ -134,10 +135,33 @@ def _from_pretrained(name: str, device: torch.device, dtype: torch.dtype) -> tup
             f"{name!r} is neither {bundled.NAME!r} (bundled), a model folder nor a hub id that can be reached: {error}"
         ) from error
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = family.from_pretrained(name, dtype=dtype).to(device).eval()
+    try:
+        model, report = family.from_pretrained(
+            name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"the weights of {name!r} cannot be read: {error}. The checkpoint is incomplete or damaged: get it again"
+        ) from error
+    _check_complete(name, model, report)
+    model = model.to(device).eval()
     if device.type == "cuda":
         lay_side_by_side(model)  # nobody else holds this model, and an 8B model's merged weights take 9 GB
     return model, AutoTokenizer.from_pretrained(name)
+
+
+def _check_complete(name: str, model: Any, report: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that is not the whole model: transformers would fill the rest with random numbers."""
+    faults = {tensor: "is missing" for tensor in report["missing_keys"]}
+    faults |= {tensor: f"has shape {list(found)}" for tensor, found, _ in report["mismatched_keys"]}
+    if not faults:
+        return
+    tensor = min(faults)
+    raise ValueError(
+        f"{name!r} is not a whole {type(model).__name__}: tensor {tensor!r}, of shape "
+        f"{list(model.state_dict()[tensor].shape)} in the model, {faults[tensor]} ({len(faults)} such). Get the "
+        "checkpoint again; if it is a published drafter, put its kind before its name, as in 'eagle3:name'"
+    )
 
 
 def as_model(hf: Any, role: str = "target", graphs: bool = True) -> Model:

@@ -68,7 +68,10 @@ def local_folder(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"{str(name)!r} is neither a folder nor a hub id that can be reached: {error}") from error
+        raise ValueError(
+            f"{str(name)!r} is neither a folder nor a hub id that can be reached: check the path, or download it where "
+            f"there is a network and name its folder ({error})"
+        ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -176,4 +179,5 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as safetensors ({error}): it is truncated, get it again") from error
+        fault = "truncated" if file.is_file() else "not there"
+        raise ValueError(f"{file} cannot be read as safetensors ({error}): it is {fault}, get it again") from error

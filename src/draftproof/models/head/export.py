@@ -47,6 +47,8 @@ def export(folder: str | Path, out: str | Path, model: PreTrainedModel) -> None:
     head, meta = headfile.load(folder)
     headfile.check_target(meta, model)
     check_exportable(head, meta, str(folder))
+    if Path(out).is_file():
+        raise ValueError(f"{out} is a file, and a head is exported to a folder: give another name")
     if Path(out).exists() and any(Path(out).iterdir()):
         raise ValueError(f"{out} exists and is not empty: give another folder")
     Path(out).mkdir(parents=True, exist_ok=True)

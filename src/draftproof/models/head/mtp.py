@@ -35,8 +35,11 @@ DEEPSEEK: Final = {
     "embed_tokens.": None,
     "": "block.",
 }
-"""Prefixes of tensors in `model.layers.N.`, where N is the number of the target's layers, and ours; None: not used,
-because they are copies of the target's (DeepSeek-V3, GLM-4.5 and later)."""
+"""Prefixes of tensors in `model.layers.N.` (see STACKS), where N is the number of the target's layers, and ours; None:
+not used, because they are copies of the target's (DeepSeek-V3, GLM-4.5 and later)."""
+
+STACKS: Final = ("model.layers.", "model.language_model.layers.")
+"""Where checkpoints have the target's layers; the second is that of models which also read images."""
 
 QWEN: Final = {
     "pre_fc_norm_embedding.": "enorm.",
@@ -237,9 +240,9 @@ def _check_alike(
 
 def _tensors(checkpoint: Checkpoint, layers: int) -> tuple[dict[str, Tensor], Callable[[str], str]]:
     """Read the tensors of the MTP layer, under our names; return them, and which name each has in the checkpoint."""
-    if f"model.layers.{layers}.eh_proj.weight" in checkpoint.names:
-        start, prefixes = f"model.layers.{layers}.", DEEPSEEK
-        second = f"model.layers.{layers + 1}.eh_proj.weight"
+    stack = next((stack for stack in STACKS if f"{stack}{layers}.eh_proj.weight" in checkpoint.names), None)
+    if stack is not None:
+        start, prefixes, second = f"{stack}{layers}.", DEEPSEEK, f"{stack}{layers + 1}.eh_proj.weight"
     elif "mtp.fc.weight" in checkpoint.names:
         start, prefixes, second = "mtp.", QWEN, "mtp.layers.1.input_layernorm.weight"
     else:
