@@ -95,9 +95,26 @@ def test_an_engine_does_not_start_where_the_plug_in_is_not_loaded(target):
     ],
 )
 def test_a_wrong_setting_stops_the_start(target, additional, words):
-    done = run(target, {"additional_config": additional}, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert words in refusal(run(target, {"additional_config": additional}, VLLM_ENABLE_V1_MULTIPROCESSING="0"))
+
+
+@pytest.mark.parametrize(
+    ("speculation", "words"),
+    [
+        ({"draftproof": {"rule": "block"}}, "is given twice"),
+        ({"rejection_sample_method": "block"}, "contradicts the setting 'draftproof'"),
+    ],
+)
+def test_settings_that_contradict_each_other_stop_the_start(target, speculation, words):
+    assert words in refusal(run(target, {"speculation": speculation}, VLLM_ENABLE_V1_MULTIPROCESSING="0"))
+
+
+def refusal(done: subprocess.CompletedProcess) -> str:
+    """Return the sentence by which draftproof refused to start: the last line of a traceback."""
     assert done.returncode != 0
-    assert words in done.stderr
+    found = re.search(r"RefusedError: (.*)\s*$", done.stderr)
+    assert found, done.stderr[-2000:]
+    return found[1]
 
 
 @pytest.fixture(scope="module")

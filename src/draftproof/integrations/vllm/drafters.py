@@ -18,6 +18,7 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.drafters import ngram, suffix
 from draftproof.drafters.interface import Drafter, TargetOutputs
 from draftproof.integrations.vllm.hooks import RefusedError
+from draftproof.integrations.vllm.log import logger
 from draftproof.integrations.vllm.settings import settings_of
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -52,11 +53,17 @@ class RowText:
 
 
 def refuse_if_absent(vllm_config: Any) -> None:
-    """Refuse an engine that asks for the plug-in and did not load it: vLLM loads a custom class by its name, whatever
-    VLLM_PLUGINS says."""
+    """Refuse an engine that asks for the plug-in and did not load it, and warn one that does not ask.
+
+    vLLM loads a custom class by its name, whatever VLLM_PLUGINS says.
+    """
     from draftproof.integrations.vllm.startup import CONFIG
 
-    if settings_of(vllm_config) is not None and not CONFIG.installed:
+    if settings_of(vllm_config) is None:
+        logger().warning(
+            "draftproof drafts and does not verify: verification is vLLM's own, as there is no setting 'draftproof'"
+        )
+    elif not CONFIG.installed:
         raise RefusedError(
             "draftproof was asked for and vLLM did not load it as a plug-in: add draftproof to "
             "VLLM_PLUGINS, or unset it"
