@@ -254,13 +254,16 @@ class ReportedError(ValueError):
     """A stand-in for pydantic's: the first line of its text does not say what is wrong."""
 
     def errors(self):
-        return [{"loc": ("draftproof",), "msg": "Unexpected keyword argument"}, {"loc": (), "msg": "Value error, no"}]
+        return [{"loc": (), "msg": "Value error, no"}, {"loc": ("draftproof",), "msg": "Unexpected argument"}]
 
 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (ReportedError("2 validation errors\n…"), "draftproof: Unexpected keyword argument; Value error, no"),
+        (
+            ReportedError("2 validation errors\n…"),
+            "no; draftproof: Unexpected argument; is draftproof installed",
+        ),
         (ValueError("no such folder"), "no such folder"),
     ],
 )

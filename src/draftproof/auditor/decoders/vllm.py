@@ -62,23 +62,24 @@ def vllm(
 
 def in_one_line(error: ValueError) -> str:
     """Return what an error says; of pydantic's, whose first line holds no reason, each field with its reason."""
-    reasons = getattr(error, "errors", None)
-    if reasons is None:
+    reports = getattr(error, "errors", None)
+    if reports is None:
         return str(error)
-    return "; ".join(": ".join([*map(str, each["loc"]), each["msg"]]) for each in reasons())
+    reasons = [": ".join([*map(str, report["loc"]), report["msg"]]) for report in reports()]
+    if any(report["loc"] == ("draftproof",) for report in reports()):  # a field that only the plug-in knows
+        reasons.append(NOT_LOADED)
+    return "; ".join(reasons)
 
 
 STOCK: Final = "vLLM"
 UNSEEN: Final = "unknown, in another process"
+NOT_LOADED: Final = "is draftproof installed beside vLLM, and not left out of VLLM_PLUGINS?"
 
 
 def refuse_unseen(verification: str) -> None:
     """Refuse to audit as draftproof's what is, or may be, vLLM's own verification."""
     if verification == STOCK:
-        raise ValueError(
-            "draftproof was asked for, and vLLM verifies by itself: is draftproof installed beside vLLM, and not left "
-            "out of VLLM_PLUGINS?"
-        )
+        raise ValueError(f"draftproof was asked for, and vLLM verifies by itself: {NOT_LOADED}")
     if verification == UNSEEN:
         raise ValueError(
             "draftproof was asked for, and who verifies cannot be seen in vLLM's other process: set "
