@@ -52,7 +52,7 @@ class RowText:
         self.tokens += row[n:].tolist()
 
 
-def refuse_if_absent(vllm_config: Any) -> None:
+def check_verification(vllm_config: Any) -> None:
     """Refuse an engine that asks for the plug-in and did not load it, and warn one that does not ask.
 
     vLLM loads a custom class by its name, whatever VLLM_PLUGINS says.
@@ -74,7 +74,7 @@ class Proposer:
     """A proposer that asks one of our drafters, with the interface that vLLM expects of a custom class."""
 
     def __init__(self, vllm_config: Any, drafter: Drafter) -> None:
-        refuse_if_absent(vllm_config)
+        check_verification(vllm_config)
         self._drafter = drafter
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len

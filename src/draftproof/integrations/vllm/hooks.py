@@ -64,7 +64,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Things of vLLM that ours must know all of: verification would leave a new one out.
+    """Names in vLLM that verification must know all of, such as its logits processors: it would leave a new one out.
 
     place     "module:object"
     known     their names
