@@ -102,12 +102,13 @@ VLLM_TEST := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE
 # One process for each kind: a second `LLM` in the same process does not start.
 test-vllm: .venv-vllm/.ready
 	for kind in plain ngram model; do $(VLLM_TEST) -k $$kind tests/auditor/test_vllm.py || exit 1; done
-	for kind in ngram drawn eagle "suffix and (biased or cold or greedy or seed)" preempted chunked; do \
+	for kind in ngram drawn eagle "half and (biased or cold)" "suffix and (biased or cold or greedy or seed)" \
+		preempted chunked; do \
 		$(VLLM_TEST) -k "$$kind" tests/integrations/test_vllm_audits.py || exit 1; done
 	$(VLLM_TEST) tests/integrations/test_vllm_processes.py
 
 test-vllm-all: test-vllm
-	for kind in suffix argmax; do $(VLLM_TEST) -k $$kind tests/integrations/test_vllm_audits.py || exit 1; done
+	for kind in suffix argmax half; do $(VLLM_TEST) -k $$kind tests/integrations/test_vllm_audits.py || exit 1; done
 
 soak: $(READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m serve.soak --requests 10000

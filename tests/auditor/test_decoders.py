@@ -1,6 +1,7 @@
 """Decoders of other libraries and programs: what they are given, what they return, and what is refused."""
 
 import importlib.util
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -217,3 +218,60 @@ def test_an_audit_of_the_plug_in_needs_an_engine_that_shows_it(monkeypatch, reac
     maker("vllm")("some/folder")
     with pytest.raises(ValueError, match=words):
         maker("vllm")("some/folder", additional_config={"draftproof": {}})
+
+
+def fake_vllm(monkeypatch, make) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0", LLM=make))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "speculation"),
+    [
+        ("ngram", {"method": "ngram"}),
+        ("suffix", {"method": "custom_class", "model": "draftproof.integrations.vllm.Suffix"}),
+        ("eagle3:folder", {"method": "eagle3", "model": "folder"}),
+        ("folder", {"method": "draft_model", "model": "folder"}),
+    ],
+)
+def test_vllm_is_told_how_to_draft(monkeypatch, drafter, speculation):
+    asked: list[dict] = []
+    fake_vllm(monkeypatch, lambda **options: asked.append(options) or an_llm())
+    decoder = maker("vllm")("some/folder", drafter, draft_length=5)
+    given = asked[0]["speculative_config"]
+    assert {**given, **speculation, "num_speculative_tokens": 5} == given
+    assert decoder.name == f"vllm, {speculation['method']}, verified by vLLM"
+
+
+def test_a_method_that_vllm_infers_is_named(monkeypatch):
+    llm = an_llm()
+    llm.llm_engine.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(method="draft_model"))
+    fake_vllm(monkeypatch, lambda **_options: llm)
+    decoder = maker("vllm")("some/folder", speculative_config={"model": "folder", "num_speculative_tokens": 3})
+    assert decoder.name == "vllm, draft_model, verified by vLLM"
+
+
+class ReportedError(ValueError):
+    """A stand-in for pydantic's: the first line of its text does not say what is wrong."""
+
+    def errors(self):
+        return [{"loc": (), "msg": "Value error, no"}, {"loc": ("draftproof",), "msg": "Unexpected argument"}]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            ReportedError("2 validation errors\n…"),
+            "no; draftproof: Unexpected argument; is draftproof installed",
+        ),
+        (ValueError("no such folder"), "no such folder"),
+    ],
+)
+def test_why_vllm_does_not_start_is_said_in_one_line(monkeypatch, error, words):
+    def fail(**_options):
+        raise error
+
+    fake_vllm(monkeypatch, fail)
+    with pytest.raises(ValueError, match=re.escape(words)) as found:
+        maker("vllm")("some/folder")
+    assert "\n" not in str(found.value)

@@ -1,5 +1,6 @@
 """Save a tiny target and a drafter near it, in sizes that vLLM's kernels support, to folders that vLLM can load."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -42,10 +43,13 @@ def saved(folder: Path, layers: int = 2) -> tuple[Path, Path]:
     return folders
 
 
-def saved_head(folder: Path) -> Path:
-    """Save a head for the target, untrained, as `draftproof models export` writes it, and return its folder."""
+def saved_head(folder: Path, ids: Sequence[int] = range(V)) -> Path:
+    """Save an untrained head for the target as `draftproof models export` writes it, and return its folder.
+
+    `ids` are the tokens that it can draft.
+    """
     target = pair(HEAD_LAYERS)[0]
     head = Head(shape_for(target, exportable_taps(HEAD_LAYERS)), seed=1)
-    headfile.save(folder / "head", head, headfile.meta_for(target, tuple(range(V)), target="", training={}, licence=""))
+    headfile.save(folder / "head", head, headfile.meta_for(target, tuple(ids), target="", training={}, licence=""))
     export(folder / "head", folder / "eagle3", target)
     return folder / "eagle3"

@@ -274,6 +274,9 @@ def test_a_server_can_be_audited_under_load(run, model, prompts):
         (("--additional-config", "{}"), "--additional-config is for --engine vllm"),
         (("--engine", "vllm", "--additional-config", "draftproof"), "'draftproof' is not JSON"),
         (("--engine", "vllm", "--speculative-config", "[]"), "must be a JSON object"),
+        (("--engine", "vllm", "--rule", "token"), "the plug-in takes the rule from --additional-config"),
+        (("--engine", "vllm", "--drafter", "head"), "vLLM has no drafter 'head'"),
+        (("--engine", "vllm", "--drafter", "early-exit:3"), "vLLM has no drafter 'early-exit:3'"),
     ],
 )
 def test_a_wrong_call_is_refused_before_anything_is_loaded(run, options, message):

@@ -39,6 +39,8 @@ SAMPLINGS = {
     "bias": SamplingParams(temperature=0.9, logit_bias={3: 2.0, 13: -3.0}),
 }
 TOKENS = 8_192
+DRAWN = ("drawn", "eagle", "half")
+"""Kinds of engines whose drafts are drawn and not chosen."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -99,7 +101,7 @@ FORBIDDEN = range(0, V, 3)
 @pytest.fixture
 def cut(host, monkeypatch) -> None:
     """Cut drafts before the first forbidden token, as vLLM does by a request's grammar."""
-    if host.kind not in ("drawn", "eagle"):
+    if host.kind not in DRAWN:
         pytest.skip("drafts are chosen: what is cut from them is independent of their verification")
     scheduler = host.llm.llm_engine.engine_core.engine_core.scheduler
     update = scheduler.update_draft_token_ids
@@ -133,7 +135,7 @@ def parameters(**fields) -> Any:
 
 
 def test_a_request_with_a_seed_repeats(host):
-    if host.kind in ("drawn", "eagle"):
+    if host.kind in DRAWN:
         pytest.skip("vLLM's V1 drafter draws without the request's seed")
     asked = [parameters(seed=i, temperature=0.9, top_p=0.9) for i in range(8)]
     first, again = (host.generate(PROMPTS[:8], asked) for _ in range(2))

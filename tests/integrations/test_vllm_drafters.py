@@ -5,9 +5,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from draftproof.integrations.vllm import NGram, Suffix, startup
+from draftproof.integrations.vllm import NGram, Suffix, drafters, startup
 from draftproof.integrations.vllm.drafters import Proposer
 from draftproof.integrations.vllm.hooks import RefusedError
+
+
+@pytest.fixture(autouse=True)
+def logged(monkeypatch) -> list[str]:
+    """Lines of vLLM's log."""
+    lines: list[str] = []
+    monkeypatch.setattr(drafters, "logger", lambda: SimpleNamespace(warning=lines.append))
+    return lines
 
 
 def config(k: int = 4, max_model_len: int = 64):
@@ -84,6 +92,16 @@ def test_it_is_not_made_where_the_plug_in_was_asked_for_and_not_loaded(monkeypat
     monkeypatch.setattr(startup.CONFIG, "installed", True)
     Suffix(asked)
     monkeypatch.setattr(startup.CONFIG, "installed", False)
-    Suffix(config())
     with pytest.raises(RefusedError, match="VLLM_PLUGINS"):
         Suffix(asked)
+
+
+def test_the_log_says_who_verifies_its_drafts_if_the_plug_in_does_not(monkeypatch, logged):
+    monkeypatch.setattr(startup.CONFIG, "installed", True)
+    asked = config()
+    asked.additional_config = {"draftproof": {}}
+    Suffix(asked)
+    assert logged == []
+    Suffix(config())
+    [line] = logged
+    assert "verification is vLLM's own" in line

@@ -95,9 +95,26 @@ def test_an_engine_does_not_start_where_the_plug_in_is_not_loaded(target):
     ],
 )
 def test_a_wrong_setting_stops_the_start(target, additional, words):
-    done = run(target, {"additional_config": additional}, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert words in refusal(run(target, {"additional_config": additional}, VLLM_ENABLE_V1_MULTIPROCESSING="0"))
+
+
+@pytest.mark.parametrize(
+    ("speculation", "words"),
+    [
+        ({"draftproof": {"rule": "block"}}, "is given twice"),
+        ({"rejection_sample_method": "block"}, "contradicts the setting 'draftproof'"),
+    ],
+)
+def test_settings_that_contradict_each_other_stop_the_start(target, speculation, words):
+    assert words in refusal(run(target, {"speculation": speculation}, VLLM_ENABLE_V1_MULTIPROCESSING="0"))
+
+
+def refusal(done: subprocess.CompletedProcess) -> str:
+    """Return the sentence by which draftproof refused to start: the last line of a traceback."""
     assert done.returncode != 0
-    assert words in done.stderr
+    found = re.search(r"RefusedError: (.*)\s*$", done.stderr)
+    assert found, done.stderr[-2000:]
+    return found[1]
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +173,10 @@ def test_the_openai_server_serves_all_kinds_of_requests_together(server):
         {"n": 3, "temperature": 1.0, "presence_penalty": 0.5},
         {"stop": ["three"], "temperature": 0.0},
         {"bad_words": ["two"], "temperature": 0.5},
+        {"structured_outputs": {"choice": ["yes yes yes", "no no no"]}, "temperature": 1.0},
+        {"structured_outputs": {"regex": "[a-d]{8,30}"}, "temperature": 1.0, "min_tokens": 20, "logprobs": True},
+        {"allowed_token_ids": list(range(0, 49_152, 2)), "temperature": 1.0, "top_p": 0.9, "return_token_ids": True},
+        {"prompt_logprobs": 1, "min_tokens": 32, "repetition_penalty": 1.1, "min_p": 0.05, "top_p": 0.9},
     ]
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(lambda fields: ask(port, **fields), asked))
@@ -166,6 +187,11 @@ def test_the_openai_server_serves_all_kinds_of_requests_together(server):
     assert len(texts[6]) == 3
     assert "three" not in texts[7][0]
     assert "two" not in texts[8][0]
+    assert texts[9][0] in ("yes yes yes", "no no no")
+    assert re.fullmatch("[a-d]{8,30}", texts[10][0])
+    assert not any(token % 2 for token in answers[11]["choices"][0]["token_ids"])
+    assert len(answers[12]["prompt_logprobs"]) == answers[12]["usage"]["prompt_tokens"]
+    assert answers[12]["usage"]["completion_tokens"] == 32
     assert "verifies drafts by the rule 'block'" in log.read_text()
 
 

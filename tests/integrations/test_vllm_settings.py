@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from draftproof.integrations.vllm.hooks import Hook, Hooks, Inventory, wrong_parameters
+from draftproof.integrations.vllm.hooks import Hook, Hooks, Inventory, RefusedError, wrong_parameters
 from draftproof.integrations.vllm.settings import Settings, settings_of
 
 
@@ -17,6 +17,7 @@ def asked(additional_config):
 def test_an_engine_that_does_not_ask_is_stock():
     assert asked({}) is None
     assert asked({"gdn_prefill_backend": "triton"}) is None
+    assert asked({"rule": "of another plug-in"}) is None
     assert asked(None) is None
     assert settings_of(SimpleNamespace()) is None
 
@@ -42,10 +43,13 @@ def test_the_rule_is_block_unless_another_is_named():
         ({"draft_proof": {"rule": "block"}}, "did you mean 'draftproof'"),
         ({"Draftproof": {}}, "did you mean 'draftproof'"),
         ({"draftprof": {}}, "did you mean 'draftproof'"),
+        ({"draftproof": {}, "draft-proof": {"rule": "token"}}, "did you mean 'draftproof'"),
+        ({"rule": "token"}, "did you mean {'draftproof': {'rule': 'token'}}"),
+        ({"draftproof": {}, "rule": "token"}, "did you mean {'draftproof': {'rule': 'token'}}"),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_sentence(config, words):
-    with pytest.raises(ValueError, match=re.escape(words)) as error:
+    with pytest.raises(RefusedError, match=re.escape(words)) as error:
         asked(config)
     assert "\n" not in str(error.value)
 

@@ -53,8 +53,23 @@ def test_an_unknown_vllm_is_refused_if_the_plug_in_was_asked_for(monkeypatch, v2
     ],
 )
 def test_a_wrong_configuration_is_refused(wrong, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(RefusedError, match=words):
         check(config(**wrong))
+
+
+def test_a_refusal_is_no_value_error():
+    """pydantic, by which vLLM makes its configuration, would wrap a ValueError in a report of several lines."""
+    assert not issubclass(RefusedError, (ValueError, AssertionError))
+
+
+def test_the_log_says_so_where_there_is_nothing_to_verify(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(startup, "logger", lambda: SimpleNamespace(warning=lines.append))
+    check(config(None, speculates=False))
+    assert lines == []
+    check(config({}, speculates=False))
+    [line] = lines
+    assert "nothing to verify" in line
 
 
 def test_drawn_drafts_are_not_verified_where_confidences_cut_them():
@@ -111,10 +126,16 @@ def test_arguments_without_the_setting_stay_as_they_are(speculation):
 
 
 @pytest.mark.parametrize(
-    "additional", [{"draftproof": {"rule": "block"}}, {"draftproof": None}, ["draftproof"], object()]
+    ("additional", "words"),
+    [
+        ({"draftproof": {"rule": "block"}}, "given twice"),
+        ({"draftproof": None}, "given twice"),
+        (["draftproof"], "must be a dict"),
+        (object(), "must be a dict"),
+    ],
 )
-def test_the_setting_is_refused_beside_another_one(additional):
-    with pytest.raises(RefusedError, match="a dict without 'draftproof'"):
+def test_the_setting_is_refused_beside_another_one(additional, words):
+    with pytest.raises(RefusedError, match=words):
         move_settings(arguments({"draftproof": {"rule": "block"}}, additional))
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from auditor.vllm_models import HEAD_LAYERS, PROMPTS, pair, saved, saved_head
+from auditor.vllm_models import HEAD_LAYERS, PROMPTS, V, pair, saved, saved_head
 from draftproof.auditor.api import audit
 from draftproof.auditor.certificate import Certificate
 from draftproof.auditor.decoders import maker
@@ -32,8 +32,9 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "drawn": ({"method": "draft_model", "draft_sample_method": "probabilistic"}, {}),
     "argmax": ({"method": "draft_model"}, {}),
     "eagle": ({"method": "eagle3", "draft_sample_method": "probabilistic"}, {}),
+    "half": ({"method": "eagle3", "draft_sample_method": "probabilistic"}, {}),
 }
-"""Speculative configs and further options of `LLM`."""
+"""Speculative configs and further options of `LLM`. "half" is an EAGLE-3 head that can draft every second token."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,14 @@ def start(kind: str, folder: Path, **more: Any) -> Host:
     """Start an engine of this kind; it verifies by the block rule. `more` are further options of `LLM`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     speculation, options = KINDS[kind]
-    layers = HEAD_LAYERS if kind == "eagle" else 2
+    layers = HEAD_LAYERS if speculation["method"] == "eagle3" else 2
     folders, (target, model) = saved(folder, layers), pair(layers)
     drafter: Any = kind if kind in ("ngram", "suffix") else model
     if speculation["method"] == "draft_model":
         speculation = {**speculation, "model": str(folders[1])}
     elif speculation["method"] == "eagle3":
-        speculation = {**speculation, "model": str(saved_head(folder))}
+        ids = range(0, V, 2 if kind == "half" else 1)
+        speculation = {**speculation, "model": str(saved_head(folder, ids))}
         drafter = f"eagle3:{speculation['model']}"
     decoder = maker("vllm")(
         str(folders[0]),

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
 from draftproof.cli.console import progress_bar, screen, spinner
 from draftproof.cli.engines import open_engine, prepare, quiet_hosts
@@ -47,6 +48,9 @@ AUTO: Final[Mapping[str, str | None]] = MappingProxyType(
 SERVED_AT_A_TIME: Final = 8
 """Default of --concurrency: enough for a server to batch."""
 
+VLLM_DRAFTERS: Final = ("auto", "ngram", "suffix")
+"""Names of --drafter that vLLM has a drafter for; eagle3:FOLDER is another."""
+
 OPEN_SHARE: Final = Finite(min=0, max=1, min_open=True, max_open=True)
 
 HELP = """Test whether a decoder samples from the target's distribution, and report how certain the answer is.
@@ -62,7 +66,8 @@ Examples:
   draftproof audit --drafter early-exit:20 --rule token --sampling temperature=0.8,top_p=0.95
   draftproof audit --engine transformers-assisted --target DIR --draft-model DIR --html audit.html
   draftproof audit --engine transformers-universal --target DIR --draft-model DIR
-  draftproof audit --engine vllm --target DIR --additional-config '{"draftproof": {"rule": "block"}}'
+  draftproof audit --engine vllm                               vLLM's own verification of n-gram drafts
+  draftproof audit --engine vllm --additional-config '{"draftproof": {"rule": "block"}}'      our plug-in's
   draftproof audit --engine command --command "python my_decoder.py" --drafter ngram
   draftproof audit --engine openai --url http://127.0.0.1:8000 --drafter head --concurrency 16
   draftproof audit --save audit.json --max-tokens 20000        begin an audit
@@ -75,6 +80,10 @@ transformers-assisted drafts with a model of the same tokenizer, transformers-un
 program for --engine command must decode in float32 too. For each line {"prompt": [ids], "sampling": {…}, "max_tokens":
 n, "seed": s} on its stdin, it must write a line {"tokens": [ids]} to its stdout. Name its drafter with --drafter: no
 decoder is cleared whose drafter is unknown.
+
+--engine vllm audits vLLM in this process; it must be installed. Without --speculative-config it drafts by --drafter
+(ngram, suffix, eagle3:FOLDER or none) or --draft-model. Its plug-in verifies only if the setting "draftproof" asks for
+it; the certificate says who verified.
 
 --engine openai audits a running server of the same model in float32: draftproof serve, vLLM (0.10.2 or later),
 llama.cpp, or another that takes prompts as token ids and returns token ids for "return_token_ids". Name its drafter,
@@ -125,11 +134,11 @@ def sampling_fields(ctx: click.Context, param: click.Parameter, value: str) -> d
 @click.option("--concurrency", type=click.IntRange(1), help="Requests that the server gets at a time. [default: 8]")
 @click.option(
     "--speculative-config", metavar="JSON", callback=json_object,
-    help="vLLM's speculative config; the default is made from --drafter.",
+    help="vLLM's speculative config, for --engine vllm; the default is made from --drafter.",
 )  # fmt: skip
 @click.option(
     "--additional-config", metavar="JSON", callback=json_object,
-    help="vLLM's additional config, such as '{\"draftproof\": {\"rule\": \"block\"}}' for the plug-in.",
+    help="vLLM's additional config, for --engine vllm; '{\"draftproof\": {\"rule\": \"block\"}}' asks for the plug-in.",
 )  # fmt: skip
 @engine_options()
 @click.option(
@@ -181,6 +190,8 @@ def audit(choice: Choice, **options: Any) -> int:
     for name in ("speculative_config", "additional_config"):
         if options[name] is not None and engine != "vllm":
             raise click.UsageError(f"--{name.replace('_', '-')} is for --engine vllm")
+    if engine == "vllm":
+        _refuse_for_vllm(choice.drafter, options["speculative_config"])
     if choice.drafter == "auto" and options["speculative_config"] is not None:
         choice = replace(choice, drafter=_drafter_of_vllm(options["speculative_config"]))
     elif choice.drafter == "auto":
@@ -193,6 +204,21 @@ def audit(choice: Choice, **options: Any) -> int:
         if exit_status(error) != 1:
             raise
         raise FailedAuditError(f"the audit failed without a verdict: {error_line(error)}") from error
+
+
+def _refuse_for_vllm(drafter: str | None, speculation: dict[str, Any] | None) -> None:
+    """Refuse what vLLM does not take from draftproof's options, and would otherwise be ignored or read as a model."""
+    if click.get_current_context().get_parameter_source("rule") is ParameterSource.COMMANDLINE:
+        raise click.UsageError(
+            "--rule is not for --engine vllm, where the plug-in takes the rule from --additional-config, as in "
+            '\'{"draftproof": {"rule": "token"}}\''
+        )
+    served = drafter is None or drafter in VLLM_DRAFTERS or drafter.startswith("eagle3:")
+    if speculation is None and not served and _is_drafter_name(str(drafter)):
+        raise click.UsageError(
+            f"vLLM has no drafter {drafter!r}: name ngram, suffix, eagle3:FOLDER or none, or give --draft-model or "
+            "--speculative-config"
+        )
 
 
 def _drafter_of_vllm(speculation: dict[str, Any]) -> str | None:

@@ -11,8 +11,11 @@ from draftproof.auditor.interface import Decoded
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import Round
 
-NGRAM: Final = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-"""vLLM's speculative config for drafter "ngram"."""
+COPYING: Final[Mapping[str, Mapping[str, Any]]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "suffix": {"method": "custom_class", "model": "draftproof.integrations.vllm.Suffix"},
+}
+"""vLLM's speculative configs for drafters that copy from the text: its own n-grams, and our suffix drafter."""
 OPTIONS: Final[Mapping[str, Any]] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -33,7 +36,7 @@ def vllm(
 ) -> "Offline":
     """Make a decoder of a model folder or hub id, or of an existing `LLM` with the drafter it was loaded with.
 
-    drafter             "ngram", a draft model's folder or hub id, or None
+    drafter             "ngram", "suffix", "eagle3:FOLDER", a draft model's folder or hub id, or None
     speculative_config  vLLM's own, for any other way of drafting; replaces drafter and draft_length
     options             options of the `LLM` class, such as additional_config; the defaults are `OPTIONS`
 
@@ -46,25 +49,37 @@ def vllm(
 
     speculation = None if drafter is None else {**_speculation(drafter), "num_speculative_tokens": draft_length}
     speculation = speculation if speculative_config is None else dict(speculative_config)
-    llm = llm_class(model=str(model), speculative_config=speculation, **{**OPTIONS, **options})
+    try:
+        llm = llm_class(model=str(model), speculative_config=speculation, **{**OPTIONS, **options})
+    except ValueError as error:
+        raise ValueError(f"vLLM refuses this configuration: {in_one_line(error)}") from error
     asked = "draftproof" in {**(options.get("additional_config") or {}), **(speculation or {})}
     if asked and speculation:
         refuse_unseen(_verification(llm))
-    name = "vllm" if speculation is None else f"vllm, {speculation['method']}, verified by {_verification(llm)}"
+    name = "vllm" if speculation is None else f"vllm, {_method(llm, speculation)}, verified by {_verification(llm)}"
     return Offline(llm, name, _versions() | {"speculation": str(speculation), "verification": _verification(llm)})
+
+
+def in_one_line(error: ValueError) -> str:
+    """Return what an error says; of pydantic's, whose first line holds no reason, each field with its reason."""
+    reports = getattr(error, "errors", None)
+    if reports is None:
+        return str(error)
+    reasons = [": ".join([*map(str, report["loc"]), report["msg"]]) for report in reports()]
+    if any(report["loc"] == ("draftproof",) for report in reports()):  # a field that only the plug-in knows
+        reasons.append(NOT_LOADED)
+    return "; ".join(reasons)
 
 
 STOCK: Final = "vLLM"
 UNSEEN: Final = "unknown, in another process"
+NOT_LOADED: Final = "is draftproof installed beside vLLM, and not left out of VLLM_PLUGINS?"
 
 
 def refuse_unseen(verification: str) -> None:
     """Refuse to audit as draftproof's what is, or may be, vLLM's own verification."""
     if verification == STOCK:
-        raise ValueError(
-            "draftproof was asked for, and vLLM verifies by itself: is draftproof installed beside vLLM, and not left "
-            "out of VLLM_PLUGINS?"
-        )
+        raise ValueError(f"draftproof was asked for, and vLLM verifies by itself: {NOT_LOADED}")
     if verification == UNSEEN:
         raise ValueError(
             "draftproof was asked for, and who verifies cannot be seen in vLLM's other process: set "
@@ -84,7 +99,19 @@ def _verification(llm: Any) -> str:
 
 
 def _speculation(drafter: str) -> dict[str, Any]:
-    return dict(NGRAM) if drafter == "ngram" else {"method": "draft_model", "model": drafter}
+    """Return vLLM's speculative config for a drafter's name, or for the folder or hub id of a draft model."""
+    kind, _, folder = drafter.partition(":")
+    if drafter in COPYING:
+        return dict(COPYING[drafter])
+    if kind == "eagle3":
+        return {"method": "eagle3", "model": folder}
+    return {"method": "draft_model", "model": drafter}
+
+
+def _method(llm: Any, speculation: Mapping[str, Any]) -> str:
+    """Return the method of drafting: as it was given, or as vLLM inferred it from the draft model."""
+    config = getattr(getattr(llm.llm_engine, "vllm_config", None), "speculative_config", None)
+    return str(speculation.get("method") or getattr(config, "method", None) or "speculation")
 
 
 @dataclass(frozen=True, slots=True)

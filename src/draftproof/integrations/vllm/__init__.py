@@ -3,8 +3,8 @@
     vllm serve MODEL --speculative-config \\
         '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "draftproof": {"rule": "block"}}'
 
-An engine that does not name draftproof is stock vLLM. Drafters are custom classes of vLLM's:
-`{"method": "custom_class", "model": "draftproof.integrations.vllm.Suffix", "num_speculative_tokens": 8}`.
+An engine that does not name draftproof is stock vLLM. Drafters are custom classes of vLLM's: `"method": "custom_class"`
+with `"model": "draftproof.integrations.vllm.Suffix"`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -18,6 +18,7 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.drafters import ngram, suffix
 from draftproof.drafters.interface import Drafter, TargetOutputs
 from draftproof.integrations.vllm.hooks import RefusedError
+from draftproof.integrations.vllm.log import logger
 from draftproof.integrations.vllm.settings import settings_of
 
 Ids = npt.NDArray[np.integer[Any]]
@@ -51,12 +52,18 @@ class RowText:
         self.tokens += row[n:].tolist()
 
 
-def refuse_if_absent(vllm_config: Any) -> None:
-    """Refuse an engine that asks for the plug-in and did not load it: vLLM loads a custom class by its name, whatever
-    VLLM_PLUGINS says."""
+def check_verification(vllm_config: Any) -> None:
+    """Refuse an engine that asks for the plug-in and did not load it, and warn one that does not ask.
+
+    vLLM loads a custom class by its name, whatever VLLM_PLUGINS says.
+    """
     from draftproof.integrations.vllm.startup import CONFIG
 
-    if settings_of(vllm_config) is not None and not CONFIG.installed:
+    if settings_of(vllm_config) is None:
+        logger().warning(
+            "draftproof drafts and does not verify: verification is vLLM's own, as there is no setting 'draftproof'"
+        )
+    elif not CONFIG.installed:
         raise RefusedError(
             "draftproof was asked for and vLLM did not load it as a plug-in: add draftproof to "
             "VLLM_PLUGINS, or unset it"
@@ -67,7 +74,7 @@ class Proposer:
     """A proposer that asks one of our drafters, with the interface that vLLM expects of a custom class."""
 
     def __init__(self, vllm_config: Any, drafter: Drafter) -> None:
-        refuse_if_absent(vllm_config)
+        check_verification(vllm_config)
         self._drafter = drafter
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
         self._max_length: int = vllm_config.model_config.max_model_len

@@ -13,8 +13,13 @@ MARK: Final = "_draftproof_hook"
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class RefusedError(ValueError):
-    """The engine asked for draftproof's verification and cannot have it; the message says why."""
+class RefusedError(RuntimeError):
+    """The engine asked for draftproof's verification and cannot have it; the message says why.
+
+    It is no ValueError: vLLM makes its configuration by pydantic, which would hide the sentence in a report of its own.
+    """
+
+    exit_status: Final = 2  # of `draftproof audit`: a request that cannot be served
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Things of vLLM that ours must know all of: verification would leave a new one out.
+    """Names in vLLM that verification must know all of, such as its logits processors: it would leave a new one out.
 
     place     "module:object"
     known     their names

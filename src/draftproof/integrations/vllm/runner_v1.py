@@ -73,8 +73,11 @@ def _builds_all_processors(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_installed_processors() -> None:
-    """Refuse to start beside logits processors of other packages: vLLM's plain sampler applies them, and ours cannot,
-    as they see one row of each request. vLLM's own speculation leaves them out without a word."""
+    """Refuse to start beside logits processors of other packages.
+
+    vLLM's plain sampler applies them, and verification cannot, as they see one row of each request. vLLM's own
+    speculation leaves them out without a word.
+    """
     others = [each.name for each in entry_points(group="vllm.logits_processors")]
     if others:
         raise RefusedError(
@@ -96,7 +99,10 @@ def _gives_structured_requests_chosen_drafts(original: Callable[..., Any]) -> Ca
 
 
 def _fails_rows_without_a_distribution(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Silence requests in steps without drafts, which vLLM before 0.32 gives to its plain sampler."""
+    """Make requests whose logits are not a distribution emit nothing in steps without drafts.
+
+    vLLM before 0.32 gives such steps to its plain sampler. On a GPU nothing is done: looking at the rows would sync.
+    """
 
     def _sample(self: Any, logits: Tensor | None, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         ours = getattr(getattr(self, "rejection_sampler", None), ATTRIBUTE, None) is not None
@@ -312,8 +318,10 @@ def _by_kernels(
     draft_probs: Float[Tensor, "M V"] | None,
     sampling: Any,
 ) -> Int[Tensor, "B J"]:
-    """Verify by the Triton kernels, on the rows as they lie and without a sync. A request with a faulty row emits
-    nothing."""
+    """Verify by the Triton kernels, on the rows as they lie and without a sync.
+
+    A request with a faulty row emits nothing.
+    """
     B, V, device = len(drafts), rows.shape[-1], rows.device
     nucleus, warm = sampling.top_p is not None, not sampling.all_greedy
     parameters = kernels.Parameters.empty(B, device, filtered=nucleus or sampling.top_k is not None)
@@ -339,8 +347,10 @@ def _by_kernels(
 
 
 def fresh_seeds(sampling: Any, B: int, device: torch.device) -> Int[Tensor, " B"]:
-    """Draw a seed for each request and round from where vLLM takes its numbers: the request's generator, or the
-    device's. Ranks of a tensor-parallel group hold equal generators, so they draw equal seeds and emit equal tokens."""
+    """Draw a seed for each request and round from the request's generator, or the device's, as vLLM does.
+
+    Ranks of a tensor-parallel group hold equal generators, so they draw equal seeds and emit equal tokens.
+    """
     seeds = torch.empty(B, dtype=torch.int64, device=device).random_()
     for b, generator in sampling.generators.items():
         if b < B:

@@ -59,10 +59,11 @@ def move_settings(arguments: Any) -> None:
     if not isinstance(speculation, Mapping) or KEY not in speculation:
         return
     additional = getattr(arguments, "additional_config", None) or {}
-    if not isinstance(additional, Mapping) or KEY in additional:
+    if not isinstance(additional, Mapping):
+        raise RefusedError(f"additional_config must be a dict beside the setting 'draftproof'; got {additional!r}")
+    if KEY in additional:
         raise RefusedError(
-            f"speculative_config['draftproof'] needs an additional_config that is a dict without 'draftproof'; got "
-            f"{additional!r}"
+            "the setting 'draftproof' is given twice, in speculative_config and in additional_config: leave one out"
         )
     arguments.additional_config = {**additional, KEY: speculation[KEY]}
     arguments.speculative_config = {name: value for name, value in speculation.items() if name != KEY}
