@@ -1,5 +1,7 @@
 """Compiled products have the stated rounding, a row's bits are its own, and a head's compiled layer is its network."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from draftproof.models.head.compiled import Choice
 from draftproof.models.head.network import FittedHead, Head, HeadShape, linear_on
 from draftproof.models.head.rows import HeadRows
 from draftproof.models.int4_linear import Int4Linear, Int4Weight, int4_weight, pack_int4, unpack
-from draftproof.models.int8_linear import Int8Linear, quantise_rows
+from draftproof.models.int8_linear import Int8Linear, pack_int8, quantise_rows
 from models.int4_models import needs_compiled, needs_int4
 
 pytestmark = [needs_int4, needs_compiled]
@@ -93,9 +95,12 @@ def test_a_row_has_the_same_bits_among_any_others_and_with_any_threads(bits):
         torch.set_num_threads(before)
 
 
-def small_head(compiled):
+def small_head(compiled, bits=4):
+    """Return rows of a small head whose layer has four or eight bits; its output rows have four."""
     network = Head(HeadShape(64, 4, 2, 32, 128, 10000.0, 1e-3, (1,))).eval().requires_grad_(False)
     rows = torch.nn.Sequential(linear_on(random(VOCABULARY, 64, seed=6)).requires_grad_(False))
+    if bits == 8:
+        pack_int8(network)
     for part in (network, rows):
         assert pack_int4(part)
         if compiled:
@@ -120,10 +125,24 @@ def head_states(pool):
     return first, second
 
 
-def test_a_heads_compiled_layer_computes_what_its_network_computes():
-    """Its products keep more bits than torch's, which round inputs and results to bfloat16."""
-    for made, expected in zip(head_states(small_head(True)), head_states(small_head(False)), strict=True):
-        assert float((made - expected).norm() / expected.norm()) < 0.01
+@pytest.mark.parametrize(("bits", "bound"), [(4, 0.01), (8, 1e-4)])
+def test_a_heads_compiled_layer_computes_what_its_network_computes(bits, bound):
+    """With four bits its products keep more than torch's, which round inputs and results to bfloat16."""
+    for made, expected in zip(head_states(small_head(True, bits)), head_states(small_head(False, bits)), strict=True):
+        assert float((made - expected).norm() / expected.norm()) < bound
+
+
+def test_eight_bits_are_nearer_to_a_heads_weights_than_four():
+    exact = Head(HeadShape(64, 4, 2, 32, 128, 10000.0, 1e-3, (1,))).eval().requires_grad_(False)
+    x = random(5, 64, seed=8)
+    errors = {}
+    for bits in (4, 8):
+        quantised = copy.deepcopy(exact)
+        assert pack_int4(quantised) if bits == 4 else pack_int8(quantised) is None
+        compile_linears(quantised)
+        made = CompiledLinear.within(quantised.gate_up)(x)
+        errors[bits] = float((made - exact.gate_up(x)).norm() / exact.gate_up(x).norm())
+    assert errors[8] < 0.01 < 0.05 < errors[4]
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -123,9 +123,9 @@ def _joined(linears: Sequence[Int4Linear]) -> Blocks:
     return whole
 
 
-def alternating_halves(blocks: Blocks) -> Blocks:
+def alternating_halves(blocks: Tensor) -> Tensor:
     """Return the blocks of a matrix so that those of its first and second half alternate."""
-    made = WEIGHTS.empty(tuple(blocks.shape), torch.uint8)
+    made = WEIGHTS.empty(tuple(blocks.shape), blocks.dtype)
     made[0::2], made[1::2] = blocks.chunk(2)
     return made
 

@@ -180,6 +180,7 @@ class CompiledLayers:
 
     norm   the weight of the norm after them; None: states are returned as they are
     entry  for a draft head: what its layer reads beside the states
+    scales  for a draft head whose layer has eight bits: those of its four matrices
     """
 
     def __init__(
@@ -189,13 +190,16 @@ class CompiledLayers:
         norm: Tensor | None,
         frequencies: Float[Tensor, " half"],
         entry: Entry | None = None,
+        scales: Sequence[Tensor] = (),
     ) -> None:
         # Kept: the compiled pass has their addresses.
         self._weights, self._norm, self._entry = layers, None if norm is None else plain(norm), entry
         self._sizes, self.count, self._rotation = sizes, len(layers), RotationTable(frequencies)
-        self._table = np.zeros((len(layers), 9), dtype=np.int64)
+        self._scales = list(scales)
+        self._table = np.zeros((len(layers), 13), dtype=np.int64)
         for row, tensors in zip(self._table, layers, strict=True):
             row[:6] = [_address(tensor) for tensor in tensors]
+            row[9:] = [_address(scale) for scale in scales] if scales else 0
         self._settings = np.array([sizes.eps, sizes.scale], dtype=np.float32)
         self._same = {
             "hidden": sizes.hidden, "heads": sizes.heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
@@ -307,10 +311,9 @@ def _span_table(spans: Sequence[Attended], trees: Sequence[Tensor | None]) -> An
 class CompiledLinear:
     """A linear layer on four- or eight-bit weights without a bias, laid out for compiled products."""
 
-    def __init__(self, blocks: Tensor, scale: Float[Tensor, " O"] | None, inputs: int, outputs: int) -> None:
+    def __init__(self, blocks: Tensor, scale: Float[Tensor, " O"] | None, outputs: int) -> None:
         self._blocks, self._size, self._padded = blocks, outputs, -(-outputs // PAIR) * PAIR
         self._scale = None if scale is None else nn.functional.pad(scale, (0, self._padded - outputs)).contiguous()
-        self._runs = 0 if scale is None else next(n for n in range(1, inputs) if _is_run(inputs, n))
 
     @classmethod
     def of(cls, linear: Any) -> "CompiledLinear | None":
@@ -318,18 +321,18 @@ class CompiledLinear:
         if type(linear) is Int8Linear and linear.bias is None and linear.in_features % GROUP == 0:
             if linear.compiled is None:
                 blocks = blocked_int8(linear.codes)
-                linear.compiled = cls(blocks, linear.scale, linear.in_features, linear.out_features)
+                linear.compiled = cls(blocks, linear.scale, linear.out_features)
                 linear.release(partial(unblocked_int8, blocks, linear.out_features))
             made: CompiledLinear = linear.compiled
             return made
         if not can_lay_out(linear):
             return None
-        return cls(lay_out(linear), None, linear.in_features, linear.out_features)
+        return cls(lay_out(linear), None, linear.out_features)
 
     @classmethod
     def within(cls, part: nn.Module) -> "CompiledLinear | None":
-        """Return the compiled product of a part that is one four-bit layer; None if it has none."""
-        layers = [module for module in part.modules() if isinstance(module, Int4Linear)]
+        """Return the compiled product of a part that is one quantised layer; None if it has none."""
+        layers = [module for module in part.modules() if isinstance(module, Int4Linear | Int8Linear)]
         made = layers[0].compiled if len(layers) == 1 else None
         return made if isinstance(made, cls) else None
 
@@ -353,6 +356,11 @@ class CompiledLinear:
     def blocks(self) -> Tensor:
         return self._blocks
 
+    @property
+    def scale(self) -> Float[Tensor, " padded"] | None:
+        """Return the scale of each output; None if weights have four bits."""
+        return self._scale
+
     def empty(self, count: int) -> Float[Tensor, "N padded"]:
         """Return room for the products of so many rows."""
         return torch.empty((count, self._padded))
@@ -365,16 +373,24 @@ class CompiledLinear:
         """Return the numbers of a product of these rows, by name."""
         return {
             "head": self._blocks.data_ptr(), "head_scales": _address(self._scale), "vocabulary": self._padded,
-            "wanted": rows.data_ptr(), "wanted_rows": len(rows), "logits": made.data_ptr(), "runs": self._runs,
+            "wanted": rows.data_ptr(), "wanted_rows": len(rows), "logits": made.data_ptr(),
         }  # fmt: skip
 
 
 def compile_linears(network: nn.Module) -> None:
-    """Let the four-bit layers of a network run compiled products, where this machine has them."""
+    """Lay out the quantised layers of a network for compiled products, where this machine has them."""
     if compiled_refusal() is None:
         for module in network.modules():
-            if isinstance(module, Int4Linear) and module.compiled is None:
+            if isinstance(module, Int4Linear | Int8Linear) and module.compiled is None:
                 module.compiled = CompiledLinear.of(module)
+
+
+def fits_compiled_int8(network: nn.Module) -> bool:
+    """Return whether the linear layers of a network would fill the blocks of compiled eight-bit products."""
+    layers = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    return all(
+        layer.bias is None and layer.in_features % GROUP == 0 and layer.out_features % PAIR == 0 for layer in layers
+    )
 
 
 class Workspace:
@@ -421,10 +437,6 @@ def run_region(
 
 def _numbers(names: Sequence[str], fields: Mapping[str, int]) -> Any:
     return np.array([fields.get(name, 0) for name in names], dtype=np.int64)
-
-
-def _is_run(inputs: int, runs: int) -> bool:
-    return inputs % (8 * runs) == 0 and inputs // runs <= 512
 
 
 def _address(tensor: Tensor | None) -> int:

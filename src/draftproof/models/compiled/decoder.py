@@ -21,18 +21,20 @@ from draftproof.core.simd import (
 from draftproof.models.compiled.attention import FEWEST, attend_span, vectors_of
 from draftproof.models.compiled.attention_few import NEVER, score, softmax, weighted_sum
 from draftproof.models.compiled.products import (
-    ROWS_IN_CACHE,
     add_product,
     gated_product,
-    int8_pair,
     request_share,
     rounded_rows,
     scaled_by_rms,
 )
 from draftproof.models.compiled.threads import share, wait_for_others
 
-LAYER_FIELDS: Final = ("input_norm", "qkv", "out", "mlp_norm", "gate_up", "down", "keys", "values", "captured")
-"""Addresses of a layer in a pass, in order; `captured` is where its states are copied to, or 0."""
+LAYER_FIELDS: Final = (
+    "input_norm", "qkv", "out", "mlp_norm", "gate_up", "down", "keys", "values", "captured", "qkv_scales",
+    "out_scales", "gate_up_scales", "down_scales",
+)  # fmt: skip
+"""Addresses of a layer in a pass, in order; `captured` is where its states are copied to, or 0. Scales are those of
+eight-bit weights; 0: weights have four bits."""
 
 
 LAYER_SIZE: Final = len(LAYER_FIELDS)
@@ -76,20 +78,20 @@ def attend(
 PASS_FIELDS: Final = (
     "rows", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "layers", "spans", "layer_table", "span_table",
     "states", "positions", "cosines", "sines", "buffers", "projected", "attended", "gated", "scratch", "scratch_bytes",
-    "settings", "final_norm", "normed", "head", "head_scales", "vocabulary", "wanted", "wanted_rows", "logits", "runs",
+    "settings", "final_norm", "normed", "head", "head_scales", "vocabulary", "wanted", "wanted_rows", "logits",
     "inputs", "input_width", "table", "table_bytes", "tokens", "embedding_norm", "state_norm", "gate", "keys_only",
 )  # fmt: skip
 """Numbers and addresses of a pass, in order. `settings` are the address of the epsilon and the scale of attention;
-`cosines` and `sines` have a row for each position. `head` is the matrix of the output layer, or 0: `runs` are the parts
-into which the inputs of eight-bit weights are divided; 0 says that weights have four bits. In a draft head, the first
-layer's `inputs` are the normed embeddings of `tokens` (rows of `table`, in float32 or bfloat16) beside the normed
-states; otherwise they are states, and `table` is 0. `gate` is a counter that begins with 0. If
-`keys_only` is not 0, a layer ends when its keys and values are written: nothing comes after it."""
+`cosines` and `sines` have a row for each position. `head` is the matrix of the output layer, or 0; `head_scales` are as
+those of LAYER_FIELDS. In a draft head, the first layer's `inputs` are the normed embeddings of `tokens` (rows of
+`table`, in float32 or bfloat16) beside the normed states; otherwise they are states, and `table` is 0. `gate` is a
+counter that begins with 0. If `keys_only` is not 0, a layer ends when its keys and values are written: nothing comes
+after it."""
 
 
 (ROWS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, SPANS, LAYER_TABLE, SPAN_TABLE, STATES, POSITIONS,
  COSINES, SINES, BUFFERS, PROJECTED, ATTENDED, GATED, SCRATCH, SCRATCH_BYTES, SETTINGS, FINAL_NORM, NORMED, HEAD,
- HEAD_SCALES, VOCABULARY, WANTED, WANTED_ROWS, LOGITS, RUNS, INPUTS, INPUT_WIDTH, TABLE, TABLE_BYTES, TOKENS,
+ HEAD_SCALES, VOCABULARY, WANTED, WANTED_ROWS, LOGITS, INPUTS, INPUT_WIDTH, TABLE, TABLE_BYTES, TOKENS,
  EMBEDDING_NORM, STATE_NORM, GATE, KEYS_ONLY) = range(len(PASS_FIELDS))  # fmt: skip
 
 
@@ -161,8 +163,10 @@ def run_layer(this: Any, layer: Any, inputs: Any, width: Any, thread: Any, threa
     outputs, states = (this[HEADS] + 2 * this[KV_HEADS]) * size, this[STATES]
     tile = this[SCRATCH] + thread * this[SCRATCH_BYTES]
     codes, sums, steps = rounded_rows(inputs, layer[0], this[BUFFERS], rows, width, eps, this[GATE], thread, threads)
-    add_product(layer[1], codes, sums, steps, width, rows, outputs, this[PROJECTED], False, tile, thread, threads)
-    request_share(layer[2], this[HEADS] * size, hidden, thread, threads)
+    add_product(
+        layer[1], layer[9], codes, sums, steps, width, rows, outputs, this[PROJECTED], False, tile, thread, threads
+    )
+    request_share(layer[2], layer[10], this[HEADS] * size, hidden, thread, threads)
     wait_for_others(this[GATE], threads)
     write_keys_and_values(this, layer, thread, threads)
     wait_for_others(this[GATE], threads)
@@ -172,16 +176,16 @@ def run_layer(this: Any, layer: Any, inputs: Any, width: Any, thread: Any, threa
     wait_for_others(this[GATE], threads)
     width = this[HEADS] * size
     codes, sums, steps = rounded_rows(this[ATTENDED], 0, this[BUFFERS], rows, width, eps, this[GATE], thread, threads)
-    add_product(layer[2], codes, sums, steps, width, rows, hidden, states, True, tile, thread, threads)
-    request_share(layer[4], hidden, 2 * this[INTERMEDIATE], thread, threads)
+    add_product(layer[2], layer[10], codes, sums, steps, width, rows, hidden, states, True, tile, thread, threads)
+    request_share(layer[4], layer[11], hidden, 2 * this[INTERMEDIATE], thread, threads)
     wait_for_others(this[GATE], threads)
     codes, sums, steps = rounded_rows(states, layer[3], this[BUFFERS], rows, hidden, eps, this[GATE], thread, threads)
     width = this[INTERMEDIATE]
-    gated_product(layer[4], codes, sums, steps, hidden, rows, width, this[GATED], tile, thread, threads)
-    request_share(layer[5], width, hidden, thread, threads)
+    gated_product(layer[4], layer[11], codes, sums, steps, hidden, rows, width, this[GATED], tile, thread, threads)
+    request_share(layer[5], layer[12], width, hidden, thread, threads)
     wait_for_others(this[GATE], threads)
     codes, sums, steps = rounded_rows(this[GATED], 0, this[BUFFERS], rows, width, eps, this[GATE], thread, threads)
-    add_product(layer[5], codes, sums, steps, width, rows, hidden, states, True, tile, thread, threads)
+    add_product(layer[5], layer[12], codes, sums, steps, width, rows, hidden, states, True, tile, thread, threads)
     wait_for_others(this[GATE], threads)
 
 
@@ -191,38 +195,6 @@ def copy_rows(source: Any, target: Any, count: Any, thread: Any, threads: Any) -
     here, there = floats(source), floats(target)
     for i in range(first, last):
         there[i] = here[i]
-
-
-@compiled(fastmath={"contract"})
-def write_int8_product(this: Any, thread: Any, threads: Any) -> None:
-    """Write this thread's share of a product with eight-bit weights."""
-    rows, hidden, outputs = this[WANTED_ROWS], this[HIDDEN], this[VOCABULARY]
-    tile, scales = this[SCRATCH] + thread * this[SCRATCH_BYTES], floats(this[HEAD_SCALES])
-    codes, _, steps = rounded_rows(
-        this[WANTED], 0, this[BUFFERS], rows, hidden, numba.float32(0), this[GATE], thread, threads
-    )
-    first, last = share(outputs // 32, thread, threads)
-    for start in range(0, rows, ROWS_IN_CACHE):
-        inputs, count = codes + start * hidden * 2, min(ROWS_IN_CACHE, rows - start)
-        for pair in range(first, last):
-            int8_pair(this[HEAD] + pair * 32 * hidden, inputs, hidden, this[RUNS], count, tile, 128)
-            made = floats(tile)
-            for row in range(count):
-                out, step = floats(this[LOGITS] + ((start + row) * outputs + pair * 32) * 4), floats(steps)[start + row]
-                for i in range(32):
-                    out[i] = step * made[row * 32 + i] * scales[pair * 32 + i]
-
-
-@compiled()
-def write_int4_product(this: Any, thread: Any, threads: Any) -> None:
-    """Write this thread's share of a product with four-bit weights."""
-    rows, hidden = this[WANTED_ROWS], this[HIDDEN]
-    tile = this[SCRATCH] + thread * this[SCRATCH_BYTES]
-    codes, sums, steps = rounded_rows(
-        this[WANTED], 0, this[BUFFERS], rows, hidden, numba.float32(0), this[GATE], thread, threads
-    )
-    add_product(this[HEAD], codes, sums, steps, hidden, rows, this[VOCABULARY], this[LOGITS], False, tile, thread,
-                threads)  # fmt: skip
 
 
 @compiled()
@@ -279,10 +251,12 @@ def norm_states(this: Any, thread: Any, threads: Any) -> None:
 @compiled()
 def write_product(this: Any, thread: Any, threads: Any) -> None:
     """Write this thread's share of the product of the wanted rows with one matrix."""
-    if this[RUNS] == 0:
-        write_int4_product(this, thread, threads)
-    else:
-        write_int8_product(this, thread, threads)
+    rows, hidden, tile = this[WANTED_ROWS], this[HIDDEN], this[SCRATCH] + thread * this[SCRATCH_BYTES]
+    codes, sums, steps = rounded_rows(
+        this[WANTED], 0, this[BUFFERS], rows, hidden, numba.float32(0), this[GATE], thread, threads
+    )
+    add_product(this[HEAD], this[HEAD_SCALES], codes, sums, steps, hidden, rows, this[VOCABULARY], this[LOGITS], False,
+                tile, thread, threads)  # fmt: skip
 
 
 @compiled()

@@ -53,8 +53,9 @@ from draftproof.models.compiled.threads import (
 )
 
 CHAIN_FIELDS: Final = (
-    "fusing", "reading", "stepping", "taps", "tap_table", "tap_norms", "tap_inputs", "fuse_weights", "fused", "last",
-    "depths", "chooses", "ids", "scales", "uniforms", "weights", "entries", "sums", "paths", "lengths", "confidence",
+    "fusing", "reading", "stepping", "taps", "tap_table", "tap_norms", "tap_inputs", "fuse_weights", "fuse_scales",
+    "fused", "last", "depths", "chooses", "ids", "scales", "uniforms", "weights", "entries", "sums", "paths", "lengths",
+    "confidence",
 )  # fmt: skip
 """Numbers and addresses of a call, in order. A call that is no draft head's has only `reading`.
 
@@ -72,8 +73,9 @@ paths     the logarithm of the probability of each row's path; below `confidence
 lengths   tokens that each row is to get at most, and gets"""
 
 
-(FUSING, READING, STEPPING, TAPS, TAP_TABLE, TAP_NORMS, TAP_INPUTS, FUSE_WEIGHTS, FUSED, LAST, DEPTHS, CHOOSES, IDS,
- SCALES, UNIFORMS, WEIGHTS, ENTRIES, SUMS, PATHS, LENGTHS, CONFIDENCE) = range(len(CHAIN_FIELDS))  # fmt: skip
+(FUSING, READING, STEPPING, TAPS, TAP_TABLE, TAP_NORMS, TAP_INPUTS, FUSE_WEIGHTS, FUSE_SCALES, FUSED, LAST, DEPTHS,
+ CHOOSES, IDS, SCALES, UNIFORMS, WEIGHTS, ENTRIES, SUMS, PATHS, LENGTHS,
+ CONFIDENCE) = range(len(CHAIN_FIELDS))  # fmt: skip
 
 
 CHUNK: Final = 512
@@ -93,8 +95,8 @@ def fuse_states(chain: Any, this: Any, thread: Any, threads: Any) -> None:
                           floats(chain[TAP_INPUTS] + (row * taps + tap) * hidden * 4), hidden, eps)  # fmt: skip
     wait_for_others(this[GATE], threads)
     codes, sums, steps = rounded_rows(chain[TAP_INPUTS], 0, this[BUFFERS], rows, wide, eps, this[GATE], thread, threads)
-    add_product(chain[FUSE_WEIGHTS], codes, sums, steps, wide, rows, hidden, chain[FUSED], False, tile, thread,
-                threads)  # fmt: skip
+    add_product(chain[FUSE_WEIGHTS], chain[FUSE_SCALES], codes, sums, steps, wide, rows, hidden, chain[FUSED], False,
+                tile, thread, threads)  # fmt: skip
     wait_for_others(this[GATE], threads)
     copy_rows(chain[FUSED], this[STATES], rows * hidden, thread, threads)
     wait_for_others(this[GATE], threads)

@@ -361,20 +361,53 @@ def rounded_rows(
     return place, sums, steps
 
 
+@compiled(inline="always")
+def pair_bytes(scales: Any, size: Any) -> Any:
+    """Return the bytes of the weights of 32 outputs."""
+    return 2 * (size // 32) * GROUP_BYTES if scales == 0 else 32 * size
+
+
 @compiled()
-def request_share(weights: Any, size: Any, outputs: Any, thread: Any, threads: Any) -> None:
+def request_share(weights: Any, scales: Any, size: Any, outputs: Any, thread: Any, threads: Any) -> None:
     """Have the first weights of this thread's share of a product read ahead from memory."""
     first, _ = share(outputs // 32, thread, threads)
-    pair = 2 * (size // 32) * GROUP_BYTES
-    request_rows(weights + first * pair, pair, 1, pair)
+    request_rows(weights + first * pair_bytes(scales, size), 0, 1, pair_bytes(scales, size))
+
+
+@compiled()
+def runs_of(size: Any) -> Any:
+    """Return into how many runs the inputs of eight-bit weights are divided: equal ones of eights, none too long."""
+    runs = types.int64(1)
+    while size % (8 * runs) != 0 or size // runs > LONGEST_RUN:
+        runs += 1
+    return runs
+
+
+@compiled(fastmath={"contract"})
+def pair_product(
+    weights: Any, scales: Any, pair: Any, inputs: Any, sums: Any, size: Any, rows: Any, tile: Any
+) -> None:  # fmt: skip
+    """Multiply rows with the weights of the 32 outputs of a pair: before the steps of the rows."""
+    weights += pair * pair_bytes(scales, size)
+    if scales == 0:
+        int4_pair(weights, inputs, sums, size, rows, tile, 128)
+        return
+    int8_pair(weights, inputs, size, runs_of(size), rows, tile, 128)
+    made, scale = floats(tile), floats(scales + pair * 128)
+    for row in range(rows):
+        for i in range(32):
+            made[row * 32 + i] *= scale[i]
 
 
 @compiled(fastmath={"contract"})
 def add_product(
-    weights: Any, inputs: Any, sums: Any, steps: Any, size: Any, rows: Any, outputs: Any, into: Any, adds: Any,
-    tile: Any, thread: Any, threads: Any,
+    weights: Any, scales: Any, inputs: Any, sums: Any, steps: Any, size: Any, rows: Any, outputs: Any, into: Any,
+    adds: Any, tile: Any, thread: Any, threads: Any,
 ) -> None:  # fmt: skip
-    """Write this thread's share of a product, or add it to what is there."""
+    """Write this thread's share of a product, or add it to what is there.
+
+    Weights have eight bits, and `scales` is the address of a scale for each output; if it is 0, they have four.
+    """
     first, last = share(outputs // 32, thread, threads)
     for start in range(0, rows, ROWS_IN_CACHE):
         codes, totals, count = (
@@ -383,7 +416,7 @@ def add_product(
             min(ROWS_IN_CACHE, rows - start),
         )
         for pair in range(first, last):
-            int4_pair(weights + pair * 2 * (size // 32) * GROUP_BYTES, codes, totals, size, count, tile, 128)
+            pair_product(weights, scales, pair, codes, totals, size, count, tile)
             made = floats(tile)
             for row in range(count):
                 out, step = floats(into + ((start + row) * outputs + pair * 32) * 4), floats(steps)[start + row]
@@ -397,10 +430,10 @@ def add_product(
 
 @compiled(fastmath={"contract"})
 def gated_product(
-    weights: Any, inputs: Any, sums: Any, steps: Any, size: Any, rows: Any, outputs: Any, into: Any, tile: Any,
-    thread: Any, threads: Any,
+    weights: Any, scales: Any, inputs: Any, sums: Any, steps: Any, size: Any, rows: Any, outputs: Any, into: Any,
+    tile: Any, thread: Any, threads: Any,
 ) -> None:  # fmt: skip
-    """Write this thread's share of silu(gate) · up; weights alternate sixteen rows of each."""
+    """Write this thread's share of silu(gate) · up; weights alternate sixteen rows of each, and so do scales."""
     first, last = share(outputs // 16, thread, threads)
     for start in range(0, rows, ROWS_IN_CACHE):
         codes, totals, count = (
@@ -409,6 +442,6 @@ def gated_product(
             min(ROWS_IN_CACHE, rows - start),
         )
         for pair in range(first, last):
-            int4_pair(weights + pair * 2 * (size // 32) * GROUP_BYTES, codes, totals, size, count, tile, 128)
+            pair_product(weights, scales, pair, codes, totals, size, count, tile)
             for row in range(start, start + count):
                 write_gated(tile + (row - start) * 128, floats(steps)[row], into + (row * outputs + pair * 16) * 4)

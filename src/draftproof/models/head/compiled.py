@@ -1,4 +1,4 @@
-"""Run a draft head on four-bit weights as compiled calls, a whole draft as one; see models/compiled_pass.py."""
+"""Run a draft head on quantised weights as compiled calls, a whole draft as one; see models/compiled_pass.py."""
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -74,7 +74,10 @@ class CompiledHead:
         layer = [None, qkv.blocks, attended.blocks, plain(head.mlp_norm.weight), both, down.blocks]
         norms = [plain(norm.weight) for norm in (head.embedding_norm, head.state_norm)]
         entry = Entry(norms[0], norms[1], fitted.table.contiguous())
-        self._layers = CompiledLayers([layer], sizes, None, head.frequencies, entry)
+        scales = [each.scale for each in (qkv, attended, gate_up, down) if each.scale is not None]
+        if scales:
+            scales[2] = alternating_halves(scales[2].view(-1, BLOCK)).flatten()
+        self._layers = CompiledLayers([layer], sizes, None, head.frequencies, entry, scales)
         self._fuse, self._ids = fuse, fitted.vocab.ids
         output = CompiledLinear.within(fitted.rows)
         self._output = output if output is not None and output.is_whole else None
@@ -209,6 +212,7 @@ class CompiledHead:
             "fusing": 1, "taps": len(taps), "tap_table": table.ctypes.data, "fused": fused.data_ptr(),
             "tap_norms": self._tap_norm_table.ctypes.data, "tap_inputs": room.data_ptr(),
             "fuse_weights": self._fuse.blocks.data_ptr(),
+            "fuse_scales": 0 if self._fuse.scale is None else self._fuse.scale.data_ptr(),
         }  # fmt: skip
         return _Fused(fields, fused, (taps, table, room))
 
