@@ -13,7 +13,20 @@ from typing import Any, Final
 from numba import types
 from numba.core import cgutils
 
-from draftproof.core.simd import F32, I32, I64, LANES, NUMBERS, WORDS, Emit, compiled, emitted, floats, words
+from draftproof.core.simd import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    NUMBERS,
+    WORDS,
+    Emit,
+    compiled,
+    emitted,
+    floats,
+    request_rows,
+    words,
+)
 
 FEWEST: Final = 17
 """Queries that share keys from which on it pays to make them lanes: more than one vector has. Fewer are attended to one
@@ -21,6 +34,10 @@ by one (attention_few.py)."""
 
 KEYS: Final = 64
 """Keys of a block; blocks begin at multiples of it, counted from a row's first token."""
+
+AHEAD: Final = 3
+"""Blocks that are read ahead from memory. A head's rows lie apart, which the processor does not foresee: after 4000
+tokens a chunk's attention took 1.15 times as long without."""
 
 MOST_VECTORS: Final = 3
 """Vectors of queries that share one pass over the keys: with eight keys, 24 sums in registers, of 32 there are."""
@@ -168,6 +185,12 @@ def attend_block(
     products(vectors, value_size, values + block * value_step, 4, value_step, count, scores, sums, 1)
 
 
+@compiled()
+def request_block(rows: Any, step: Any, size: Any, block: Any, high: Any) -> None:
+    """Have the keys or values of a block read ahead from memory, up to position `high`."""
+    request_rows(rows + block * step, step, min(KEYS, high - block), size * 4)
+
+
 @compiled(inline="always")
 def vectors_of(queries: Any) -> Any:
     """Return how many vectors so many queries take."""
@@ -211,6 +234,8 @@ def attend_span(
         clear(floats(sums), vectors * value_size * LANES)
         # Blocks of keys in the outer loop: a block is read from memory once, for all queries.
         for block in range(low // KEYS * KEYS, high, KEYS):
+            request_block(keys + head * key_head, key_step, key_size, block + AHEAD * KEYS, high)
+            request_block(values + head * value_head, value_step, value_size, block + AHEAD * KEYS, high)
             for v in range(0, vectors, MOST_VECTORS):
                 attend_block(
                     min(MOST_VECTORS, vectors - v), laid_out + v * key_size * LANES * 4, queries + v * QUERY_BYTES,
