@@ -28,7 +28,7 @@ def limit_kernel_cache() -> None:
 
 def limit_word_cache(tokenizer: Any) -> None:
     """Bound the words that a tokenizer of `tokenizers` remembers; others remember what they like."""
-    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if hasattr(model, "_resize_cache"):
         model._resize_cache(WORDS_KEPT)
 
