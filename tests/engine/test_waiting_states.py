@@ -95,3 +95,21 @@ def test_seeded_texts_do_not_depend_on_when_states_are_read(monkeypatch):
     assert drafted > 40
     largest_pass = 64 + 3
     assert limited <= MOST + largest_pass < PLAIN + 80 < unlimited
+
+
+def test_states_are_taken_only_in_passes_of_rows_that_may_be_drafted_for(monkeypatch):
+    """A request without a drafter, alone, asks the target for none; beside one that drafts, the pass gives them."""
+    engine = dp.load(llama(), HeadDrafter(on_target()), max_batch=2)
+    rows = engine._loop.scheduler.rows
+    score, asked = rows.score, []
+
+    def watched(blocks, *, layers=(), reading=()):
+        asked.append(tuple(layers))
+        return score(blocks, layers=layers, reading=reading)
+
+    monkeypatch.setattr(rows, "score", watched)
+    engine.generate([1, 2, 3], temperature=0, max_tokens=4, drafter=False)
+    assert set(asked) == {()}
+    asked.clear()
+    engine.generate([1, 2, 3], temperature=0, max_tokens=4)
+    assert set(asked) == {engine.drafter.features.layers}

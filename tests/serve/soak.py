@@ -2,7 +2,8 @@
 
 Streams and plain requests, greedy and seeded, grammars, several texts, long prompts, clients that go away at random
 bytes, slow readers, malformed and oversized bodies. Nothing may be lost or hang, every text that was completed must be
-the library's own, and at the end no page of the pool may be taken.
+the library's own, at the end no page of the pool may be taken, and the server's memory stays flat. The clients are a
+process of their own, so that the memory is the server's alone.
 """
 
 import argparse
@@ -11,7 +12,9 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Set
@@ -22,6 +25,7 @@ from typing import Any
 import httpx
 import torch
 
+import draftproof as dp
 from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.head import HeadDrafter
 from draftproof.engine.engine import Engine
@@ -53,7 +57,7 @@ NONCE = re.compile(r"nonce\d+x")
 CLIENTS = 16
 MAX_BODY = 100_000
 FLAT = 0.01
-"""Growth of the process' memory that a long run may show after its first tenth."""
+"""Growth of the server's memory that a long run may show after its first tenth."""
 
 KINDS = {
     "plain": 6, "stream": 6, "greedy": 3, "several": 2, "long": 2, "grammar": 1, "echo": 1, "slow": 1,
@@ -79,7 +83,7 @@ class Result:
     file: Path
     kinds: Counter[str] = field(default_factory=Counter)
     memory: list[int] = field(default_factory=list)
-    """Resident bytes after every request."""
+    """Resident bytes of the server after every request, if its process is known."""
     seconds: float = 0.0
 
     def records(self) -> Iterator[Record]:
@@ -175,9 +179,19 @@ async def _read_stream(client: httpx.AsyncClient, path: str, body: dict[str, Any
 
 
 async def put_under_load(
-    server: Running, requests: int, file: Path, *, seed: int, max_tokens: int, longest: float = WAIT
+    url: str,
+    requests: int,
+    file: Path,
+    *,
+    seed: int,
+    max_tokens: int,
+    longest: float = WAIT,
+    process: int | None = None,
 ) -> Result:
-    """Send so many requests, CLIENTS at a time, and write a record of each. One that takes `longest` seconds hangs."""
+    """Send so many requests, CLIENTS at a time, and write a record of each. One that takes `longest` seconds hangs.
+
+    process  the server's, whose memory is looked at after every request
+    """
     result, start = Result(file), time.perf_counter()
     rng = random.Random(seed)
     numbers = iter(range(requests))
@@ -192,11 +206,12 @@ async def put_under_load(
                 await run_one(client, record, own)
             written.write(json.dumps(asdict(record)) + "\n")
             result.kinds[kind] += 1
-            result.memory.append(resident_bytes())
+            if process is not None:
+                result.memory.append(resident_bytes(process))
 
     with file.open("w") as written:
         async with (
-            httpx.AsyncClient(base_url=server.url, timeout=longest) as client,
+            httpx.AsyncClient(base_url=url, timeout=longest) as client,
             asyncio.TaskGroup() as group,
         ):
             for _ in range(CLIENTS):
@@ -269,8 +284,8 @@ def touch_pools(engine: Engine) -> None:
             buffer.zero_()
 
 
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+def resident_bytes(process: int) -> int:
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -279,8 +294,33 @@ def check_memory(memory: list[int]) -> float:
     tenth = len(memory) // 10
     early, late = max(memory[tenth : 2 * tenth]), max(memory[-tenth:])
     growth = late / early - 1
-    assert growth <= FLAT, f"the process grew by {growth:.1%}"
+    assert growth <= FLAT, f"the server grew by {growth:.1%}"
     return growth
+
+
+def clients(url: str, requests: int, file: Path, *, seed: int, longest: float) -> Result:
+    """Put the server of this process under load from another one."""
+    figures = file.with_suffix(".json")
+    asked = map(str, (url, file, figures, requests, seed, longest, os.getpid()))
+    subprocess.run([sys.executable, "-m", "serve.soak", "--clients", *asked], check=True)
+    found = json.loads(figures.read_text())
+    return Result(file, Counter(found["kinds"]), found["memory"], found["seconds"])
+
+
+def be_clients(url: str, file: str, figures: str, requests: str, seed: str, longest: str, process: str) -> None:
+    """Be the other process of `clients`."""
+    load = put_under_load(
+        url,
+        int(requests),
+        Path(file),
+        seed=int(seed),
+        max_tokens=24,
+        longest=float(longest),
+        process=int(process),
+    )
+    result = asyncio.run(load)
+    found = {"kinds": result.kinds, "memory": result.memory, "seconds": result.seconds}
+    Path(figures).write_text(json.dumps(found))
 
 
 def main() -> None:
@@ -289,11 +329,11 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="a folder or smollm2; default: a tiny random model")
     parser.add_argument("--weights", default="auto", help="weights of the model, as in `load`")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", nargs=7, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.clients:
+        return be_clients(*arguments.clients)
 
-    import tempfile
-
-    import draftproof as dp
     from cli.tiny import save_model
 
     limit_kernel_cache()
@@ -301,22 +341,18 @@ def main() -> None:
         target = arguments.model or str(save_model(Path(folder), layers=2))
         drafter = "auto" if arguments.model else "ngram"
         memory = 2**28 if arguments.model else 2**24
-        engine, reference = (
-            dp.load(target, drafter, max_batch=8, kv_memory=memory, weights=arguments.weights) for _ in range(2)
-        )
+
+        def load() -> Engine:
+            return dp.load(target, drafter, max_batch=8, kv_memory=memory, weights=arguments.weights)
+
+        engine = load()
         touch_pools(engine)
         with serving(engine, max_body=MAX_BODY) as server:
-            load = put_under_load(
-                server,
-                arguments.requests,
-                Path(folder) / "records",
-                seed=arguments.seed,
-                max_tokens=24,
-                longest=10 * WAIT if arguments.model else WAIT,
-            )
-            result = asyncio.run(load)
+            longest = 10 * WAIT if arguments.model else WAIT
+            file = Path(folder) / "records"
+            result = clients(server.url, arguments.requests, file, seed=arguments.seed, longest=longest)
             print(f"{arguments.requests} requests in {result.seconds:.0f} s: {dict(result.kinds)}")
-            check(result, server, reference, arguments.requests)
+            check(result, server, load(), arguments.requests)
             print("every completed text is the library's, and no page is taken")
             tenth = len(result.memory) // 10
             print(f"most MiB in each tenth: {[max(result.memory[i * tenth :][:tenth]) >> 20 for i in range(10)]}")

@@ -12,7 +12,7 @@ REQUESTS = 300
 
 def test_mixed_requests_leave_nothing_behind_and_every_text_is_the_librarys(folder, tmp_path):
     with serving(load(folder, max_batch=8, kv_memory=2_000_000), max_body=100_000) as server:
-        result = asyncio.run(put_under_load(server, REQUESTS, tmp_path / "records", seed=0, max_tokens=8))
+        result = asyncio.run(put_under_load(server.url, REQUESTS, tmp_path / "records", seed=0, max_tokens=8))
         check(result, server, load(folder), REQUESTS)
     completed = sum(record.texts is not None for record in result.records())
     assert completed > REQUESTS / 2

@@ -70,6 +70,11 @@ def chosen(guesses: Sequence[Guess], device: torch.device, *, tree: bool = False
     lengths = [len(guess.tokens) for guess in guesses]
     K = max(lengths, default=0)
     shape = (len(guesses), K)
+    if K == 0 and not tree:  # in most rounds of a busy server nobody guesses
+        return Draft(
+            torch.empty(shape, dtype=torch.long, device=device),
+            torch.zeros(len(guesses), dtype=torch.long, device=device),
+        )
     tokens = [guess.tokens + [PAD] * (K - len(guess.tokens)) for guess in guesses]
     parents = [guess.parents + [ROOT] * (K - len(guess.parents)) for guess in guesses] if tree else None
     return Draft(

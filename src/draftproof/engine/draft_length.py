@@ -125,9 +125,10 @@ class AutoLength:
 
     def reproduces(self, session: Session) -> bool:
         """Return whether a request's text depends on its draft lengths, and must come out again with its seed."""
-        rule = session.request.rule
-        coupled = self.coupled if rule is None else rule == "coupled"
-        return session.request.seeded and session.sampling.temperature > 0 and not coupled
+        request = session.request
+        if not request.seeded or session.sampling.temperature == 0:
+            return False
+        return not self.coupled if request.rule is None else request.rule != "coupled"
 
     def _alone(self, record: "DraftRecord") -> int:
         [best] = best_lengths([record], self.fixed)

@@ -29,6 +29,9 @@ from draftproof.rules.checks import BAD_TARGET, describe_draft_fault
 TargetDistributions = Callable[[Sequence[Session], Forward, Draft], Distribution]
 """Makes what plain decoding would draw from at every scored position."""
 
+StatesByRow = list[tuple[Float[Tensor, "J H"], ...]]
+"""The target's states at the scored positions of each row, one tensor for each layer that a drafter reads."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -90,8 +93,9 @@ def advance(
                 break
             with clock("commit"):
                 rows.keep([s.id for s in members], [_count(row) for row in result.tokens], result.path)
+                states = _states_by_row(group.forward, result)
                 for b, i in enumerate(part.index):
-                    emitted[i] = _emitted(b, sessions[i], result, group.forward, parts)
+                    emitted[i] = _emitted(b, sessions[i], result, group.forward, states, parts)
     for i, failure in _errors(teams):
         emitted[i] = Emitted([], fault=f"its drafter failed: {type(failure).__name__}: {failure}", cause=failure)
     return emitted, scores.read
@@ -403,7 +407,9 @@ def _log_probs(
 # ----------------------------------------------------------------------------------------------------- what rows get
 
 
-def _emitted(b: int, session: Session, result: RoundResult, forward: Forward, parts: Parts) -> Emitted:
+def _emitted(
+    b: int, session: Session, result: RoundResult, forward: Forward, states: StatesByRow | None, parts: Parts
+) -> Emitted:
     """Return what the round gave row b."""
     emitted, kept, fault = _count(result.tokens[b]), result.sound[b], result.faults[b]
     if fault is not None:
@@ -421,7 +427,7 @@ def _emitted(b: int, session: Session, result: RoundResult, forward: Forward, pa
         result.drafted[b],
         emitted - 1,
         [_token_logprobs(token, row, asked or 0) for token, row in zip(result.tokens[b], numbers, strict=False)],
-        _target_outputs(forward, parts.features, result, b, kept, len(session.tokens) + kept - 1),
+        _target_outputs(forward, states, parts.features, result, b, kept, len(session.tokens) + kept - 1),
         fault,
         None if result.deviation is None else result.deviation[b],
     )
@@ -438,23 +444,40 @@ def _count(tokens: list[int]) -> int:
     return len(tokens) - tokens.count(PAD)
 
 
+def _states_by_row(forward: Forward, result: RoundResult) -> StatesByRow | None:
+    """Split the states of a pass into those of its rows, all at once: row by row, calls of torch took 2 % of a round.
+
+    None where rows get copies: the kept path of a tree, and passes that the next writes over, as a recorded graph does.
+    """
+    if result.path is not None or not is_cpu(result.nodes.device):
+        return None
+    return list(zip(*(states.unbind(0) for states in forward.hidden), strict=True))
+
+
 def _target_outputs(
-    forward: Forward, features: TargetFeatures, result: RoundResult, b: int, kept: int, stop: int
+    forward: Forward,
+    states: StatesByRow | None,
+    features: TargetFeatures,
+    result: RoundResult,
+    b: int,
+    kept: int,
+    stop: int,
 ) -> TargetOutputs | None:
     """Return what the drafter asked to see of the positions that were kept."""
     if not features.top and not features.layers:
         return None
-    nodes = result.nodes[b, :kept]
     top = None
     if result.top is not None:
         top = torch.tensor(result.top[b][:kept], dtype=torch.long).view(kept, features.top)
     elif features.top:
-        top = forward.logits[b, nodes].topk(features.top).indices
-    # Copied where the next pass may write to the same memory: a recorded graph does.
-    is_view = result.path is None and is_cpu(result.nodes.device)
-    return TargetOutputs(
-        stop, top, tuple(states[b, :kept] if is_view else states[b, nodes] for states in forward.hidden)
-    )
+        top = forward.logits[b, result.nodes[b, :kept]].topk(features.top).indices
+    if not forward.hidden:
+        hidden: tuple[Tensor, ...] = ()
+    elif states is None:
+        hidden = tuple(each[b, result.nodes[b, :kept]] for each in forward.hidden)
+    else:
+        hidden = states[b] if kept == len(states[b][0]) else tuple(each[:kept] for each in states[b])
+    return TargetOutputs(stop, top, hidden)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ youngest row gives up its place and comes back later with the same keys and valu
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -123,6 +123,7 @@ class Scheduler:
         parts = self.parts()
         with current_device(parts.model.device), torch.inference_mode():
             self._admit(parts)
+            parts = self._without_unused_states(parts)
             if self.rows.chunk is None and (failed := self._read_whole(parts)):
                 return failed
             wanted = self._wanted_lengths()
@@ -150,6 +151,12 @@ class Scheduler:
             is_typical = not reading and launches.total() == before
             self._record(running, emitted, lengths, clock.seconds, is_typical=is_typical)
             return [*zip(running, emitted, strict=True), *failed]
+
+    def _without_unused_states(self, parts: Parts) -> Parts:
+        """Ask the target for no states where no row has a drafter that could use them."""
+        if not parts.features.layers or any(s.request.drafter for s in (*self.running, *self.reading)):
+            return parts
+        return replace(parts, features=replace(parts.features, layers=()))
 
     def _round(
         self,

@@ -13,6 +13,7 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.engine.engine import Engine
 from draftproof.engine.service import Service
 from draftproof.serve.errors import draining_error, queue_full_error
+from draftproof.serve.memory import limit_word_cache
 from draftproof.serve.metrics import Metrics
 from draftproof.serve.settings import Settings
 from draftproof.serve.token_text import TokenTexts
@@ -45,6 +46,7 @@ class State:
         """Start the service of an engine."""
         if engine.tokenizer is None:
             raise ValueError("a server needs an engine with a tokenizer: pass tokenizer= to load()")
+        limit_word_cache(engine.tokenizer)
         service = engine.service(max_waiting=settings.max_queue)
         return cls(engine, service, settings, Metrics(settings.metrics_prefix, settings.name, service))
 
