@@ -445,7 +445,7 @@ def _count(tokens: list[int]) -> int:
 
 
 def _states_by_row(forward: Forward, result: RoundResult) -> StatesByRow | None:
-    """Split the states of a pass into those of its rows, all at once: row by row, calls of torch took 2 % of a round.
+    """Split the states of a pass into those of its rows, in one call for each layer instead of one for each row.
 
     None where rows get copies: the kept path of a tree, and passes that the next writes over, as a recorded graph does.
     """
