@@ -23,6 +23,10 @@ EXACT_ROWS = 16
 COARSEST_STEP = 32
 """Rows by which the numbers of rows of large products differ."""
 
+BEFORE_A_STEP = 42
+"""Rows up to which oneDNN multiplies a narrow matrix (up to about 1000 outputs) in proportion to them, with AVX-512:
+from 44 on it takes as long as for 64, half as long again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -229,7 +233,8 @@ def padded_rows(rows: int) -> int:
     if rows <= EXACT_ROWS:
         return rows
     step = min(COARSEST_STEP, (1 << (rows - 1).bit_length()) // 16)
-    return -(-rows // step) * step
+    padded = -(-rows // step) * step
+    return BEFORE_A_STEP if rows <= BEFORE_A_STEP < padded else padded
 
 
 def _linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:

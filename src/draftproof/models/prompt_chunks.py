@@ -11,7 +11,7 @@ from typing import Final
 
 from draftproof.models.extents import PAGE
 
-ATTENTION_DOUBLES: Final = 820
+ATTENTION_DOUBLES: Final = 830
 """Tokens before a token at which attending to them takes about as long as all else of reading it: fitted to rounds of
 15 rows beside a prompt of 4000 tokens, in float32. Part of it is that each chunk reads all keys and values again."""
 
@@ -19,7 +19,7 @@ STEP: Final = 2
 """Tokens that the sizes of chunks are a multiple of. With steps of four, rounds beside the last 1000 of 4000 tokens
 differed by a seventh."""
 
-STEPS_AT_START: Final = 55
+STEPS_AT_START: Final = 51
 """Size of a chunk where nothing is before it, in steps, if it had no limit. Beside 15 rows that decode, a round then
 takes about three times as long. No chunk is longer than a page, so that short prompts are cut into pages."""
 
