@@ -6,7 +6,7 @@ import os
 from typing import Any, Final
 
 KERNELS_KEPT: Final = 128
-"""Compiled products that are kept, of 0.4 MB each: those of 25 numbers of rows with five shapes of weights, of the 72
+"""Compiled products that are kept, of 0.4 MB each: those of 25 numbers of rows with five shapes of weights, of the 73
 numbers that products have (models/cpu_linear.padded_rows). A server meets rare numbers for hours, and if all were kept,
 it would grow as long; one that is met again is compiled in 0.2 ms."""
 
