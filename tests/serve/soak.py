@@ -278,7 +278,7 @@ def touch_pools(engine: Engine) -> None:
     """Write to all of the pools' memory: the process then has no reason to grow with the pages that are used."""
     scheduler = engine._loop.scheduler
     drafter = scheduler.parts().drafter
-    pools = [scheduler.rows.pool, *([drafter._pooled.pool.pool] if isinstance(drafter, HeadDrafter) else [])]
+    pools = [scheduler.rows.pool, *([drafter._memory.pool.pool] if isinstance(drafter, HeadDrafter) else [])]
     for pool in pools:
         for buffer in (*pool.keys, *pool.values):
             buffer.zero_()
