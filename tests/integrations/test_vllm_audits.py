@@ -176,10 +176,11 @@ def of_the_plain_sampler(sampler, logits, layout, drafts, sampling) -> torch.Ten
     """Return the probabilities [B, J, V] that vLLM's plain sampler would draw from after each part of a draft."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    columns = []
+    # vLLM leaves the texts out where no request that is left needs them.
+    columns, outputs = [], sampling.output_token_ids or [[] for _ in drafts]
     for j in range(layout.longest + 1):
         rows = [start + min(j, count) for start, count in zip(layout.starts, layout.drafted, strict=True)]
-        said = [[*output, *draft[:j]] for output, draft in zip(sampling.output_token_ids, drafts, strict=True)]
+        said = [[*output, *draft[:j]] for output, draft in zip(outputs, drafts, strict=True)]
         scores = sampler.apply_logits_processors(
             logits[rows].float(), replace(sampling, output_token_ids=said), predict_bonus_token=False
         )
