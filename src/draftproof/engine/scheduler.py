@@ -153,8 +153,13 @@ class Scheduler:
             return [*zip(running, emitted, strict=True), *failed]
 
     def _without_unused_states(self, parts: Parts) -> Parts:
-        """Ask the target for no states where no row has a drafter that could use them."""
-        if not parts.features.layers or any(s.request.drafter for s in (*self.running, *self.reading)):
+        """Ask the target for no states where no row has a drafter that could use them.
+
+        Not on a GPU: another set of states is another recording, and states cost it next to nothing.
+        """
+        if not parts.features.layers or not is_cpu(parts.model.device):
+            return parts
+        if any(s.request.drafter for s in (*self.running, *self.reading)):
             return parts
         return replace(parts, features=replace(parts.features, layers=()))
 
