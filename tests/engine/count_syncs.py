@@ -18,6 +18,7 @@ from draftproof.kernels import draw_rows as drawing
 from draftproof.models import hf
 from draftproof.models.fused import Fusion
 from engine.fake_graphs import reference_attention
+from engine.reference_kernels import install_round_steps
 
 READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim", "equal", "item"}
 """Operations whose result or shape depends on values, so that the CPU must wait for them."""
@@ -55,7 +56,10 @@ class SyncCounter(TorchDispatchMode):
         monkeypatch.setattr(kernels, "verify_rows", self._uncounted(kernels.verify_rows))
         monkeypatch.setattr(drawing, "draw_rows", self._uncounted(drawing.draw_rows))
         monkeypatch.setattr(attention, "decode_attention", self._uncounted(reference_attention))
-        monkeypatch.setattr(hf, "fuse", lambda model: Fusion())  # interpreted kernels are slow; see test_fused.py
+        install_round_steps(monkeypatch)
+        monkeypatch.setattr(
+            hf, "fuse", lambda model, positions: Fusion()
+        )  # interpreted kernels are slow; see test_fused.py
 
     def _uncounted(self, launched):
         """Stop counting during a kernel: the interpreter reads every value, a GPU none."""

@@ -29,6 +29,7 @@ from draftproof.models import cuda_graphs as graphs
 from draftproof.models import hf
 from draftproof.models.fused import Fusion
 from engine.fake_indexing import get_item, set_item
+from engine.reference_kernels import install_round_steps
 
 CUDA = torch.device("cuda", 0)
 
@@ -105,12 +106,13 @@ class FakeCuda(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         # fake weights are a subclass of Tensor, which looks quantised; a probe needs real values
         monkeypatch.setattr(hf, "needs_probe", lambda model, **options: False)
-        monkeypatch.setattr(hf, "fuse", lambda model: Fusion())  # compares values
+        monkeypatch.setattr(hf, "fuse", lambda model, positions: Fusion())  # compares values
         monkeypatch.setattr(graphs, "sync_warnings", nullcontext)
         monkeypatch.setattr(kernels, "verify_rows", _verify_rows)
         monkeypatch.setattr(drawing, "draw_rows", _draw_rows)
         monkeypatch.setattr(attention, "decode_attention", _decode_attention)
         monkeypatch.setattr(graphs, "capture", self._capture)
+        install_round_steps(monkeypatch)
 
     def _to(self, to, tensor, args, more):
         """Replace `Tensor.to`, which needs the device's driver before it asks any dispatch mode."""

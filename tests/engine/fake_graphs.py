@@ -17,6 +17,7 @@ from draftproof.kernels.attention_reference import decode_attention_reference
 from draftproof.models import compatibility, hf
 from draftproof.models import cuda_graphs as graphs
 from draftproof.models.fused import Fusion
+from engine.reference_kernels import install_round_steps
 
 
 class MemoryTrace(TorchDispatchMode):
@@ -105,7 +106,10 @@ class FakeGraphs:
         refusal = property(lambda model: compatibility.packing_refusal(model._net))
         monkeypatch.setattr(hf.HFModel, "packing_refusal", refusal)
         monkeypatch.setattr(attention, "decode_attention", reference_attention)
-        monkeypatch.setattr(hf, "fuse", lambda model: Fusion())  # interpreted kernels are slow; see test_fused.py
+        install_round_steps(monkeypatch)
+        monkeypatch.setattr(
+            hf, "fuse", lambda model, positions: Fusion()
+        )  # interpreted kernels are slow; see test_fused.py
 
     def _capture(self, run, kept, device):
         self.recorded += 1

@@ -85,6 +85,14 @@ def draw_rows(logits, parameters, j, *, shared, workspace):
     return Drawn(tokens, dist.cutoff.double(), dist.lse, torch.ones_like(dist.lse))
 
 
+def install_round_steps(monkeypatch):
+    """Use plain torch between the passes of a round: every operation is seen by whoever traces them."""
+    from draftproof.kernels import round_steps, round_steps_reference
+
+    for name in ("lay_out", "begin_draft", "describe_draws", "begin_scoring", "conclude"):
+        monkeypatch.setattr(round_steps, name, getattr(round_steps_reference, name))
+
+
 def install(monkeypatch):
     """Use these instead of the kernels."""
     from draftproof import kernels
@@ -94,3 +102,4 @@ def install(monkeypatch):
     monkeypatch.setattr(core_device, "KERNEL_DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(kernels, "verify_rows", verify_rows)
     monkeypatch.setattr(drawing, "draw_rows", draw_rows)
+    install_round_steps(monkeypatch)

@@ -8,7 +8,6 @@ import torch
 import draftproof as dp
 from budget import budgeted
 from draftproof.drafters import head_reader
-from draftproof.drafters.device_draft import DeviceDrafting
 from draftproof.drafters.device_head import HeadDrafting
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
@@ -18,6 +17,8 @@ from draftproof.engine import device_round
 from draftproof.engine import scheduler as schedulers
 from draftproof.engine.device_round import DeviceRounds
 from draftproof.engine.draft_length import DraftLengths
+from draftproof.kernels import round_steps
+from draftproof.kernels.round_table import LENGTH, TARGET
 from draftproof.models.extents import PAGE
 from draftproof.models.head.attach_published import fitted_eagle3
 from draftproof.models.hf import HFModel
@@ -109,12 +110,16 @@ def test_filters(graphs, rounds, case):
 def test_a_wrong_count_of_unread_tokens_is_found(graphs, monkeypatch):
     """Control: a draft model that skips the last token of an accepted draft gives other texts."""
     wanted = texts("block", MIXED, graphs=False)
-    places = DeviceDrafting._unread
+    right = round_steps.begin_draft
 
-    def skipping(drafting, texts):
-        return places(drafting, texts._replace(behind=texts.behind.clamp_max(1)))
+    def skipping(table, K, **options):
+        steps = right(table, K, **options)
+        start, before, unread = steps.places[0]
+        steps.places[0] = torch.stack([start, before + (unread == 2), unread.clamp_max(1)])
+        tokens = torch.where(unread[:, None] == 2, steps.tokens[:, 1:], steps.tokens)
+        return steps._replace(tokens=tokens)
 
-    monkeypatch.setattr(DeviceDrafting, "_unread", skipping)
+    monkeypatch.setattr(round_steps, "begin_draft", skipping)
     assert texts("block", MIXED, graphs=True) != wanted
 
 
@@ -130,8 +135,9 @@ def test_a_head_that_reads_a_wrong_number_of_states_is_found(graphs, monkeypatch
     wanted = texts("head", MIXED, graphs=False)
     right = HeadDrafting.read
 
-    def wrong(drafting, hidden, tokens, at, counts):
-        right(drafting, hidden, tokens, at, read(counts).clamp_max(tokens.shape[1]))
+    def wrong(drafting, hidden, tokens, places):
+        counts = read(places[2]).clamp_max(tokens.shape[1])
+        right(drafting, hidden, tokens, torch.stack([places[0], places[1], counts]))
 
     monkeypatch.setattr(HeadDrafting, "read", wrong)
     assert texts("head", MIXED, graphs=True) != wanted
@@ -211,7 +217,7 @@ def test_scores_that_are_no_distribution_fail_their_request_alone(graphs, rounds
     launch = DeviceRounds._score
 
     def broken(self, B, rule, *drafted):
-        bad = (self._table[device_round.LENGTH, :B] > 20) & (self._table[device_round.TARGET, :B] == 0)
+        bad = (self._table[LENGTH, :B] > 20) & (self._table[TARGET, :B] == 0)
         score = self.rows.launch
 
         def broken_pass(*args, **more):
@@ -342,12 +348,13 @@ def test_the_distribution_is_the_target_s(graphs, rounds, rule, drafter):
 @pytest.mark.statistical
 def test_random_numbers_that_every_round_uses_again_are_found(graphs, monkeypatch):
     """Control: a round that does not advance its random numbers."""
-    verify = DeviceVerification.verify
+    verify = device_round.verify
 
-    def repeated(self, logits, draft, starts, rule, traits):
-        return verify(self, logits, draft, starts.clamp_max(len(PROMPT)), rule, traits)
+    def repeated(logits, draft, rule, parameters):
+        parameters["positions"].clamp_(max=len(PROMPT))
+        return verify(logits, draft, rule, parameters)
 
-    monkeypatch.setattr(DeviceVerification, "verify", repeated)
+    monkeypatch.setattr(device_round, "verify", repeated)
     assert p_value(sampled("token", 2000)) < ALPHA
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -509,19 +510,24 @@ def test_the_thread_that_loaded_a_model_keeps_no_openmp_threads():
 
     def compute_and_end():
         def threads():
-            return len(list(Path("/proc/self/task").iterdir()))
+            return {task.name for task in Path("/proc/self/task").iterdir()}
 
         torch.set_num_threads(3)
         first = threads()
         torch.ones(10**6).exp_()
-        team = threads()
+        team = threads() - first
         end_openmp_threads()
-        return team - first, threads() - first
+        deadline = time.monotonic() + 10  # the system may list a thread a little longer than it runs
+        while team & threads() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return len(team), team & threads()
 
     try:
-        assert in_thread(compute_and_end) == (2, 0)
+        count, left = in_thread(compute_and_end)
     finally:
         torch.set_num_threads(before)
+    assert count >= 2
+    assert not left
 
 
 def test_prompts_that_come_together_are_read_together_beside_a_stream():

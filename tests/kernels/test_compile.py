@@ -39,3 +39,10 @@ def test_a_kernel_is_compiled_once_for_all_draft_lengths_and_filters(tmp_path):
 def test_kernels_have_their_names_before_the_first_is_launched(tmp_path):
     """Otherwise Triton 3.6 names them by which was launched first, and does not find what another process compiled."""
     assert printed(tmp_path, "compile_names.py") == []
+
+
+@pytest.mark.parametrize("capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100))])
+def test_the_steps_of_a_round_and_of_its_layers_compile(capability, tmp_path):
+    seen = set(printed(tmp_path, "compile_steps.py", str(capability)))
+    between = {"lay_out", "begin_draft", "describe_draws", "begin_scoring", "conclude"}
+    assert seen == between | {"rms_norm", "gate", "rotate_and_write"}

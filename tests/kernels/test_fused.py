@@ -29,13 +29,13 @@ SIZES = {
     "eos_token_id": None,
 }
 FAMILIES = {
-    "llama": Fusion(norms=5, attentions=2, gates=2, layers=2),
-    "qwen2": Fusion(norms=5, attentions=2, gates=2, layers=2),
-    "qwen3": Fusion(norms=9, attentions=2, gates=2, layers=2),
-    "mistral": Fusion(norms=5, attentions=2, gates=2, layers=2),
+    "llama": Fusion(norms=5, attentions=2, gates=2, layers=2, rotary=True),
+    "qwen2": Fusion(norms=5, attentions=2, gates=2, layers=2, rotary=True),
+    "qwen3": Fusion(norms=9, attentions=2, gates=2, layers=2, rotary=True),
+    "mistral": Fusion(norms=5, attentions=2, gates=2, layers=2, rotary=True),
     "olmo2": Fusion(norms=9, attentions=0, gates=2),
-    "gemma2": Fusion(norms=9, attentions=2, gates=2, layers=2),
-    "gemma3_text": Fusion(norms=13, attentions=2, gates=2, layers=2),
+    "gemma2": Fusion(norms=9, attentions=2, gates=2, layers=2, rotary=True),
+    "gemma3_text": Fusion(norms=13, attentions=2, gates=2, layers=2, rotary=True),
     "gpt_neox": Fusion(),
 }
 """What is replaced: OLMo 2 normalises all heads at once, which keeps its attention and sums as they are."""

@@ -1,6 +1,7 @@
 """Fused layers of packed models on a CPU give the logits of the modules they replace, and share their weights."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_the_logits_and_states_are_those_of_the_modules(family):
     model = packed_model(family)
     apart = passes(HFModel(model, probed=True, fused=False))
     served = HFModel(model, probed=True)
-    assert served.fusion == FAMILIES[family]
+    assert served.fusion == replace(FAMILIES[family], rotary=False)
     assert is_close(passes(served), apart)
     text = torch.tensor([TOKENS[0]])
     plain = tiny(family, "cpu")(text).logits[0]

@@ -4,7 +4,7 @@ The tokens and distributions are those of `ModelDrafter.propose`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,22 +18,9 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import Draft
 from draftproof.drafters.build import Spine
 from draftproof.drafters.sample import KernelDraws
+from draftproof.kernels import round_steps
+from draftproof.kernels.round_table import LENGTH
 from draftproof.models.device_rows import DeviceRows
-
-
-class Texts(NamedTuple):
-    """Where the texts of a round end, on the device.
-
-    starts   first slot of each row in the drafter's pool
-    lengths  tokens of each text
-    last     the last two tokens of each text
-    behind   how many of them a draft model has not read; 0 for a row that has ended
-    """
-
-    starts: Int[Tensor, " B"]
-    lengths: Int[Tensor, " B"]
-    last: Int[Tensor, "B 2"]
-    behind: Int[Tensor, " B"]
 
 
 @runtime_checkable
@@ -54,20 +41,16 @@ class DrafterPart(Protocol):
     def load(self, samplings: Sequence[SamplingParams], seeds: Int[Tensor, " B"]) -> Hashable:
         """Copy to the device how rows are drawn for; return what a recording depends on besides its sizes."""
 
-    def draft(self, K: int, texts: Texts, most: Int[Tensor, " B"], traits: Hashable, *, shared: bool) -> Draft:
-        """Draw up to most[b] ≤ K tokens for each row, without a sync, so that it can be captured."""
+    def draft(self, K: int, table: Int[Tensor, "9 B"], traits: Hashable, *, shared: bool) -> Draft:
+        """Draw up to K tokens for each row of the table (kernels/round_table.py), without a sync."""
 
     def read(
-        self,
-        hidden: tuple[Float[Tensor, "B T H"], ...],
-        tokens: Int[Tensor, "B T"],
-        texts: Texts,
-        counts: Int[Tensor, " B"],
+        self, hidden: tuple[Float[Tensor, "B T H"], ...], tokens: Int[Tensor, "B T"], places: Int[Tensor, "3 B"]
     ) -> None:
-        """Read what a round that drafted added to texts: counts[b] tokens of row b.
+        """Read what a round that drafted added to texts.
 
         hidden  the target's states after `layers`, from each text's last token on
-        texts   as they were before
+        places  first slot in the drafter's pool, tokens of the text before its last one, and how many were added
         """
 
     def seat(self, source: Int[Tensor, " B"], fresh: Sequence[int]) -> None:
@@ -144,29 +127,22 @@ class DeviceDrafting:
         """See `DrafterPart`."""
         return self._draws.load(samplings, seeds)
 
-    def draft(self, K: int, texts: Texts, most: Int[Tensor, " B"], traits: Hashable, *, shared: bool) -> Draft:
+    def draft(self, K: int, table: Int[Tensor, "9 B"], traits: Hashable, *, shared: bool) -> Draft:
         """See `DrafterPart`."""
+        steps = round_steps.begin_draft(table, K, vocab_size=self._R, behind_text=1)
         R = min(self._R, self._V)
-        draws, rng = self._draws.begin(texts.lengths, R, traits, shared=shared)
-        spine = Spine(1, most)
+        draws, rng = self._draws.begin(table[LENGTH], R, traits, shared=shared)
+        spine, tokens = Spine(1, steps.most), steps.tokens
         for j in range(K):
-            if j == 0:
-                tokens, places = self._unread(texts)
-            else:
-                tokens = spine.tokens[-1][:, None]
-                places = torch.stack([texts.starts, texts.lengths + j - 1, (most > j).long()])
-            logits = self._held.launch(tokens, places, last=True).logits[:, 0, :R]
+            logits = self._held.launch(tokens, steps.places[j], last=True).logits[:, 0, :R]
             spine.add(*draws.draw(logits, rng, j, self.vocab))
             if self._confidence:
                 spine.end_after_weak(self._confidence)
+            tokens = spine.tokens[-1][:, None]
         return spine.draft(shared_rng=shared)
 
     def read(
-        self,
-        hidden: tuple[Float[Tensor, "B T H"], ...],
-        tokens: Int[Tensor, "B T"],
-        texts: Texts,
-        counts: Int[Tensor, " B"],
+        self, hidden: tuple[Float[Tensor, "B T H"], ...], tokens: Int[Tensor, "B T"], places: Int[Tensor, "3 B"]
     ) -> None:
         """Do nothing: the next draft begins with what was not read."""
 
@@ -175,13 +151,3 @@ class DeviceDrafting:
 
     def hand_back(self, requests: Sequence[int]) -> None:
         """Do nothing: what it knows of a row lies in the pool."""
-
-    def _unread(self, texts: Texts) -> tuple[Int[Tensor, "B 2"], Int[Tensor, "3 B"]]:
-        """Return the tokens that the draft model has not read, and their places.
-
-        They are the last one, and the one before where a whole draft was accepted: its last token was never read.
-        """
-        first = torch.where(texts.behind == 2, texts.last[:, 0], texts.last[:, 1])
-        tokens = torch.stack([first, texts.last[:, 1]], 1)
-        tokens = tokens.masked_fill(tokens >= self._R, 0)  # as in `Reader`: it only worsens the guess
-        return tokens, torch.stack([texts.starts, texts.lengths - texts.behind, texts.behind])

@@ -16,9 +16,11 @@ from draftproof.core.rng import Philox
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import Draft
 from draftproof.drafters.build import Spine
-from draftproof.drafters.device_draft import DeviceDraws, Texts
+from draftproof.drafters.device_draft import DeviceDraws
 from draftproof.drafters.device_head_rows import DeviceHeadRows, Entering
 from draftproof.drafters.sample import KernelDraws
+from draftproof.kernels import round_steps
+from draftproof.kernels.round_table import LENGTH
 from draftproof.models.head.network import FittedHead
 
 
@@ -49,17 +51,16 @@ class HeadDrafting:
         """See `DrafterPart`."""
         return self._draws.load(samplings, seeds)
 
-    def draft(self, K: int, texts: Texts, most: Int[Tensor, " B"], traits: Hashable, *, shared: bool) -> Draft:
+    def draft(self, K: int, table: Int[Tensor, "9 B"], traits: Hashable, *, shared: bool) -> Draft:
         """See `DrafterPart`."""
-        B = len(most)
-        most = torch.where(self._known.ready[:B], most, 0)
+        B = table.shape[1]
+        steps = round_steps.begin_draft(table, K, vocab_size=self._V, behind_text=2, ready=self._known.ready[:B])
         R = self._V if shared else len(self.vocab.ids)
-        draws, rng = self._draws.begin(texts.lengths, R, traits, shared=shared)
-        spine, h = Spine(1, most), self._known.states[:B]
+        draws, rng = self._draws.begin(table[LENGTH], R, traits, shared=shared)
+        spine, h = Spine(1, steps.most), self._known.states[:B]
         for j in range(K):
             if j > 0:
-                places = torch.stack([texts.starts, texts.lengths - 2 + j, (most > j).long()])
-                h = self._pool.device_states(spine.tokens[-1][:, None], h[:, None], places)[:, 0]
+                h = self._pool.device_states(spine.tokens[-1][:, None], h[:, None], steps.places[j])[:, 0]
             logits = self._pool.logits(h)
             dist, token = self._drawn(draws, logits, rng, j)
             spine.add(dist, token)
@@ -81,16 +82,12 @@ class HeadDrafting:
         return replace(dist, logits=logits.float(), vocab=self.vocab), token
 
     def read(
-        self,
-        hidden: tuple[Float[Tensor, "B T H"], ...],
-        tokens: Int[Tensor, "B T"],
-        texts: Texts,
-        counts: Int[Tensor, " B"],
+        self, hidden: tuple[Float[Tensor, "B T H"], ...], tokens: Int[Tensor, "B T"], places: Int[Tensor, "3 B"]
     ) -> None:
         """See `DrafterPart`. Drafted entries are overwritten: they were made from the head's own states."""
+        counts = places[2]
         B, rows = len(counts), torch.arange(len(counts), device=counts.device)
         fused = self._pool.fuse([states.float() for states in hidden])
-        places = torch.stack([texts.starts, texts.lengths - 1, counts])
         made = self._pool.device_states(tokens.clamp_min(0), fused, places)
         read, last = counts > 0, (counts - 1).clamp_min(0)
         for memory, new in ((self._known.states, made), (self._known.fused, fused)):

@@ -284,25 +284,13 @@ class KernelDraws:
         self, logits: Float[Tensor, "B R"], rng: Philox, j: int, vocab: DraftVocab | None
     ) -> tuple[Distribution, Int[Tensor, " B"]]:
         """Draw each row's j-th token with the kernels; return its distribution and the token."""
+        from draftproof.kernels import round_steps
         from draftproof.kernels.draw_rows import draw_rows
 
         if rng.shared:
             torch.add(rng.starts, j, out=self.parameters["positions"])
         drawn = draw_rows(logits, self.parameters, j, shared=rng.shared, workspace=self.workspace)
-        tokens, cutoff = drawn.tokens.clamp_min(0), drawn.cutoff.to(torch.float32)
-        tokens = tokens if vocab is None else vocab.ids[tokens]
-        point = torch.full_like(tokens, PAD)
-        if self.greedy is not None:
-            point = torch.where(self.greedy, tokens, point)
-            cutoff = cutoff.masked_fill(self.greedy, -torch.inf)
-        filtered = self.parameters.filtered
-        dist = Distribution(
-            logits.float(),
-            self.scale,
-            cutoff,
-            drawn.base + drawn.mass.log(),
-            point,
-            vocab,
-            plain=self.greedy is None and not filtered,
-        )
-        return dist, tokens
+        made = round_steps.describe_draws(drawn, self.greedy, None if vocab is None else vocab.ids)
+        plain = self.greedy is None and not self.parameters.filtered
+        dist = Distribution(logits.float(), self.scale, made.cutoff, made.lse, made.point, vocab, plain=plain)
+        return dist, made.tokens

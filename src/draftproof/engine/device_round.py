@@ -17,32 +17,23 @@ from torch import Tensor
 from draftproof.core.device import AsyncCopy, Mark, to_device
 from draftproof.core.distribution import Distribution
 from draftproof.core.types import Draft
-from draftproof.drafters.device_draft import DrafterPart, Texts
+from draftproof.drafters.device_draft import DrafterPart
 from draftproof.engine.draft_length import DEPTHS
 from draftproof.engine.request import Session
 from draftproof.engine.round import Emitted, NoDrafter, Parts, rule_of
+from draftproof.kernels import round_steps
+from draftproof.kernels.round_steps import Reads
+from draftproof.kernels.round_table import DRAFT, LIMIT, LINES
 from draftproof.models.cuda_graphs import CapturedGraphs, GraphCache, RecordedStages, launches
 from draftproof.models.device_pass import size_class
 from draftproof.models.device_rows import DeviceRows
-from draftproof.rules.device_verify import MOST_DRAFTED, DeviceVerification, refusal
+from draftproof.rules.device_verify import MOST_DRAFTED, DeviceVerification, refusal, verify
 
 AHEAD: Final = 2 * (MOST_DRAFTED + 1)
 """Tokens that a row may grow by before the host knows of it: the rounds under way are two at most."""
 
 SERVED_BY_WIDER: Final = 64
 """Rounds in which a wider recording serves a draft length that was not recorded."""
-
-TARGET, DRAFT, LENGTH, LAST, PREVIOUS, BEHIND, END, MOST, LIMIT = range(9)
-"""Lines of the table that rounds read and write, a column for each row.
-
-TARGET, DRAFT   first slot in the pool of the target and of the drafter
-LENGTH          tokens of the text; the target has read all but the last
-LAST, PREVIOUS  its last token, and the one before
-BEHIND          tokens at its end that the drafter has not read; for a head that is always the last one
-END             the length at which it ends; 0 for an empty row, and after a fault
-MOST, LIMIT     the length up to which a draft may reach, and the draft tokens asked for
-"""
-LINES: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,48 +190,25 @@ class DeviceRounds:
 
     def _draft(self, B: int, K: int, shared: bool) -> tuple[Tensor, ...]:
         """Draw the drafts of all rows that have not ended."""
-        table = self._table[:, :B]
-        alive, texts = table[LENGTH] < table[END], self._texts(B)
-        most = torch.minimum(table[LIMIT], table[MOST] - table[LENGTH]).clamp(0, K)
-        draft = self._part().draft(K, texts, torch.where(alive, most, 0), self._traits[1], shared=shared)
+        draft = self._part().draft(K, self._table[:, :B], self._traits[1], shared=shared)
         q = draft.q
         assert q is not None
         return draft.tokens, draft.lengths, q.logits, q.scale, q.cutoff, q.lse, q.point
-
-    def _texts(self, B: int) -> Texts:
-        table = self._table[:, :B]
-        behind = torch.where(table[LENGTH] < table[END], table[BEHIND], 0)
-        return Texts(table[DRAFT], table[LENGTH], torch.stack([table[PREVIOUS], table[LAST]], 1), behind)
 
     def _score(self, B: int, rule: str, *drafted: Tensor) -> tuple[Tensor, ...]:
         """Score and verify the drafts, and write where the next round starts; return what the host is to know.
 
         Where nothing was drafted, a head is not run: the states that it will want follow.
         """
-        table = self._table[:, :B]
-        length, last, alive = table[LENGTH], table[LAST], table[LENGTH] < table[END]
-        draft, layers = self._drafted(B, drafted), self._layers()
-        V = self.rows.vocab_size
-        tokens = torch.cat([last[:, None], draft.tokens.clamp(0, V - 1)], 1)
-        widths = torch.where(alive, draft.lengths + 1, 0)
-        forward = self.rows.launch(tokens, torch.stack([table[TARGET], length - 1, widths]), layers=layers)
-        verdict = self._verification.verify(forward.logits, draft, length, rule, self._traits[0])
-        fault = alive & (verdict.faults != 0)
-        count = torch.where(alive & ~fault, verdict.accepted + 1, 0)
-        behind = table[BEHIND] + count
-        if drafted and layers:
-            self._part().read(forward.hidden, verdict.tokens, self._texts(B), count)
-            behind = table[BEHIND]
-        elif drafted:  # a draft model has not read the last token that it drew
-            whole = (draft.lengths > 0) & (verdict.accepted == draft.lengths)
-            behind = torch.where(count > 0, 1 + whole.long(), table[BEHIND])
-        emitted = torch.cat([verdict.tokens, torch.stack([count, draft.lengths, behind, fault.long()], 1)], 1)
-        ends = torch.cat([table[PREVIOUS][:, None], last[:, None], verdict.tokens], 1)
-        table[PREVIOUS].copy_(ends.gather(1, count[:, None])[:, 0])
-        table[LAST].copy_(ends.gather(1, count[:, None] + 1)[:, 0])
-        table[BEHIND].copy_(behind)
-        table[LENGTH].add_(count)
-        table[END].masked_fill_(fault, 0)
+        table, draft, layers = self._table[:, :B], self._drafted(B, drafted), self._layers()
+        parameters = self._verification.parameters(B, self._traits[0])
+        tokens, places = round_steps.begin_scoring(table, draft, self.rows.vocab_size, parameters)
+        forward = self.rows.launch(tokens, places, layers=layers)
+        verdict = verify(forward.logits, draft, rule, parameters)
+        reads: Reads = "later" if not drafted else "at once" if layers else "when it drafts"
+        emitted, counts = round_steps.conclude(table, verdict, draft.lengths, reads)
+        if reads == "at once":
+            self._part().read(forward.hidden, verdict.tokens, torch.stack([table[DRAFT], places[1], counts]))
         return (emitted,) if drafted else (emitted, *forward.hidden)
 
     def _drafted(self, B: int, drafted: tuple[Tensor, ...]) -> Draft:

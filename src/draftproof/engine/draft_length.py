@@ -140,7 +140,7 @@ class AutoLength:
             self.rest -= 1
             return [record.ask(0) for record in records]
         lengths = self._chosen_together(records, others, costs)
-        self.rest = 0 if any(lengths) else ROUNDS_OF_REST
+        self.rest = ROUNDS_OF_REST if records and not any(lengths) else 0
         return lengths
 
     def _chosen_together(self, records: Sequence["DraftRecord"], others: int, costs: "Costs") -> list[int]:

@@ -24,7 +24,6 @@ from draftproof.engine.round import Clock, Emitted, Parts, advance
 from draftproof.models.cuda_graphs import launches
 from draftproof.models.extents import PAGE, pages_for
 from draftproof.models.pool import PoolFull, pages_within
-from draftproof.models.prompt_chunks import ATTENTION_DOUBLES
 from draftproof.models.rows import Read, Reading, Rows, open_rows, pooled_shapes
 from draftproof.rules import RULES, resolve
 
@@ -457,7 +456,7 @@ class Scheduler:
             at, stop = session.read, len(session.request.prompt) - 1
             while at < stop and budget > 0:
                 end = min(stop, self.rows.chunk_around(at)[1])
-                cost = (end - at) * (1 + at / ATTENTION_DOUBLES)
+                cost = self.rows.reading_cost(at, end)
                 if chunks and cost > 2 * budget:  # less than half of it is within the budget
                     return chunks
                 chunks.append((session, Reading(session.id, session.request.prompt[at:end], _scores_prompt(session))))

@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from draftproof.models.packed import running
+from draftproof.models.masks import additive_mask
+from draftproof.models.packed import attended_with_extras, running
 
 ATTENTION_NAME = "draftproof"
 """The `attn_implementation` under which transformers finds `folded_attention`."""
@@ -50,13 +51,21 @@ def folded_attention(
         return this.attention(query, key, value, attention_mask, scaling, extras), None
     B, heads, T, size = query.shape
     shared = key.shape[1]
-    if any(extras.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-        # transformers serves or refuses whatever is more than dot products.
+    if extras.get("position_bias") is not None:  # transformers serves or refuses it
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **extras
         )
         return result
     group = heads // shared
+    softcap, sinks = extras.get("softcap"), extras.get("s_aux")
+    if softcap is not None or sinks is not None:
+        if attention_mask is None and T > 1:
+            key, value = key[:, :, :T], value[:, :, :T]
+            attention_mask = torch.ones((1, 1, T, T), dtype=torch.bool, device=query.device).tril()
+        bias = None if attention_mask is None else additive_mask(attention_mask, query.dtype).repeat(1, 1, group, 1)
+        folded = query.reshape(B, shared, group * T, size)
+        out = attended_with_extras(folded, key, value, bias, scaling, softcap, sinks)
+        return out.reshape(B, heads, T, -1).transpose(1, 2).contiguous(), None
     if attention_mask is None and T > 1:
         out = nn.functional.scaled_dot_product_attention(
             query, key[:, :, :T], value[:, :, :T], scale=scaling, is_causal=True, enable_gqa=group > 1

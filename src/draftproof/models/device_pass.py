@@ -6,7 +6,7 @@ others enter and leave.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from jaxtyping import Float, Int
@@ -15,11 +15,17 @@ from torch import Tensor
 from draftproof.core.tree import lineage
 from draftproof.models.cuda_graphs import CapturedGraphs
 
+if TYPE_CHECKING:
+    from draftproof.kernels.round_steps import Layout
+
 SIZE_CLASSES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that passes are recorded for; others are padded to the next one, or to a multiple of the last."""
 
 WIDEST: Final = 64
 """Tokens of a row in a pass, at most, as in the attention kernel; longer ones are read in packed passes."""
+
+NO_LIMIT: Final = 2**31 - 1
+"""The last position of a model that has positions for any text."""
 
 
 def size_class(rows: int) -> int:
@@ -50,6 +56,7 @@ class DevicePass:
     places    [3, B]: each row's first slot, its tokens before the pass, and its tokens in the pass; others are padding
     scratch, capacity   as in `DevicePool`
     parents   for trees: a row's first token is the root, and parents[:, i] the parent of slot i (-1: the root)
+    last_position       the model's last one: padding past it would read a position table out of bounds
     """
 
     tokens: Int[Tensor, "B T"]
@@ -58,39 +65,43 @@ class DevicePass:
     capacity: int
     kinds: Sequence[tuple[str, int | None]]
     parents: Int[Tensor, "B K"] | None = None
+    last_position: int = NO_LIMIT
+    _layout: "Layout" = field(init=False)
     _ancestors: Int[Tensor, "B T"] | None = field(default=None, init=False)
     _positions: Int[Tensor, "B T"] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.parents is not None:
-            from draftproof.kernels.attention import ancestor_bits
+        from draftproof.kernels import attention, round_steps  # need Triton, which a CPU does without
 
+        T = self.tokens.shape[1]
+        self._layout = round_steps.lay_out(self.places, T, scratch=self.scratch, last_position=self.last_position)
+        if self.parents is not None:
             above = lineage(self.parents)
-            self._ancestors = ancestor_bits(above)
+            self._ancestors = attention.ancestor_bits(above)
             self._positions = self.places[1, :, None] + above.sum(2) - 1
 
     @property
     def positions(self) -> Int[Tensor, "1 N"]:
         """Return each token's position in its row; in a tree that is its depth."""
         if self._positions is not None:
-            return self._positions.view(1, -1)
-        return (self.places[1, :, None] + self._columns).view(1, -1)
+            return self._positions.clamp(max=self.last_position).view(1, -1)
+        return self._layout.positions.view(1, -1)
 
     @property
     def slots(self) -> Int[Tensor, " N"]:
         """Return where each token's keys and values are written."""
-        starts, lengths, widths = self.places[:, :, None]
-        return torch.where(self._columns < widths, starts + lengths + self._columns, self.scratch).flatten()
+        return self._layout.slots
 
     @property
-    def _columns(self) -> Int[Tensor, " T"]:
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device)
+    def ends(self) -> Int[Tensor, " B"]:
+        """Return the index of each row's last token in the pass."""
+        return self._layout.ends
 
     def placeholders(self) -> dict[str, Tensor]:
         """Return a mask for each kind of layer that only names the kind, by its width; see `PackedPass`."""
         device = self.tokens.device
         return {
-            kind: torch.ones((1, 1, 1, i + 1), dtype=torch.bool, device=device)
+            kind: torch.empty((1, 1, 1, i + 1), dtype=torch.bool, device=device)  # nobody reads its values
             for i, (kind, _) in enumerate(self.kinds)
         }
 

@@ -20,6 +20,10 @@ from draftproof.models.rows import Block, Group, PackedModel, PooledRows, Readin
 DEVICE_CHUNK: Final = 8 * PAGE
 """Tokens of a prompt read at a time: a GPU is idle for most of a pass over fewer."""
 
+ATTENTION_DOUBLES: Final = 1200
+"""Tokens before a token at which attending to them is taken to cost as much as all else of reading it. On a CPU it was
+measured (prompt_chunks.py); here it is a guess, with which the figures of a GPU were measured."""
+
 
 class DeviceRows(PooledRows):
     """Rows over a KV pool on a GPU."""
@@ -37,6 +41,9 @@ class DeviceRows(PooledRows):
     def chunk_around(self, position: int) -> tuple[int, int]:
         start = position - position % DEVICE_CHUNK
         return start, start + DEVICE_CHUNK
+
+    def reading_cost(self, start: int, end: int) -> float:
+        return (end - start) * (1 + start / ATTENTION_DOUBLES)
 
     def score(self, blocks: Sequence[Block], *, layers: Sequence[int] = (), reading: Sequence[Reading] = ()) -> Scores:
         """Read prompts in one packed pass, then score each block in a pass of its own."""

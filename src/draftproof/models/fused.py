@@ -20,6 +20,7 @@ from draftproof.models.cpu_linear import PackedLinear
 from draftproof.models.fused_layer import fuse_sums
 from draftproof.models.fused_modules import FusedAttention, FusedMLP, FusedNorm, MergedLinear, serves, share_storage
 from draftproof.models.heap import trim_heap
+from draftproof.models.rotary_table import RotaryTable
 from draftproof.models.weight_sharing import decoder_stack
 
 MERGED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -28,18 +29,25 @@ MERGED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(slots=True)
 class Fusion:
-    """What was replaced in a model: modules by kind, and bytes of weights that were copied to be merged."""
+    """What was replaced in a model: modules by kind, and bytes of weights that were copied to be merged.
+
+    rotary  whether the angles of positions are looked up (rotary_table.py)
+    """
 
     norms: int = 0
     attentions: int = 0
     gates: int = 0
     layers: int = 0
+    rotary: bool = False
     bytes: int = 0
 
 
 @torch.no_grad()
-def fuse(model: PreTrainedModel) -> Fusion:
-    """Replace modules of a structural copy by fused ones, where they compute the same."""
+def fuse(model: PreTrainedModel, positions: int | None = None) -> Fusion:
+    """Replace modules of a structural copy by fused ones, where they compute the same.
+
+    positions  that the model has; None if there is no limit
+    """
     made, stack = Fusion(), decoder_stack(model)
     if stack is None or not serves(model.device, model.dtype) or not _is_worthwhile(model):
         return made
@@ -61,7 +69,20 @@ def fuse(model: PreTrainedModel) -> Fusion:
                 made.bytes += _copied(attention.joined, child)
         trim_heap()  # joining packed layers frees their parts, and the next ones do not fit into the gaps
     made.layers = fuse_sums(list(getattr(parent, name)), getattr(parent, "norm", None))
+    made.rotary = made.attentions > 0 and _look_up_angles(parent, positions, model)
     return made
+
+
+def _look_up_angles(parent: nn.Module, positions: int | None, model: PreTrainedModel) -> bool:
+    """Replace the rotary embedding of a stack of layers by a table, on a GPU; on a CPU eight calls cost little."""
+    embedding = getattr(parent, "rotary_emb", None)
+    if not isinstance(embedding, nn.Module) or not runs_kernels(model.device):
+        return False
+    like = torch.empty((1, 1, 1), dtype=model.dtype, device=model.device)
+    table = RotaryTable.of(embedding, positions, like)
+    if table is not None:
+        parent.rotary_emb = table
+    return table is not None
 
 
 def _is_worthwhile(model: PreTrainedModel) -> bool:

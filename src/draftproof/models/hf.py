@@ -30,7 +30,7 @@ from draftproof.models.compatibility import (
     refuse_unsupported,
 )
 from draftproof.models.cuda_graphs import SWITCHED_OFF, GraphCache
-from draftproof.models.device_pass import DevicePass, DevicePool
+from draftproof.models.device_pass import NO_LIMIT, DevicePass, DevicePool
 from draftproof.models.fused import Fusion, fuse
 from draftproof.models.interface import Cache, Forward
 from draftproof.models.masks import View, additive_mask, chain_view, take_over_alibi, tree_view
@@ -86,11 +86,11 @@ class HFModel:
             run_once(model)
         self._net = copy_for_slot_cache(model, packed=packing_refusal(model) is None)
         self._config = decoder_config(self._net)
-        self.fusion = fuse(self._net) if fused and not is_quantized(model) else Fusion()
         self._alibi = take_over_alibi(self._net)
+        self._max_length = None if self._alibi else max_positions(self._config)
+        self.fusion = fuse(self._net, self._max_length) if fused and not is_quantized(model) else Fusion()
         self._layers = cached_layers(self._config)
         self._windows = attention_windows(self._config)
-        self._max_length = None if self._alibi else max_positions(self._config)
         self._vocab_size = head_size(self._net)
         self._states = LayerStates.of(self._net)
         self._parts: dict[int, HFModel] = {}
@@ -193,9 +193,8 @@ class HFModel:
         check_layers(layers, self._config.num_hidden_layers)
         with torch.inference_mode(), steady_attention(self.device):
             past = _pool_cache(keys, values, this.slots)
-            logits, *hidden = self._over_pool(
-                this, this.tokens[None], this.positions[None], past, scored, tuple(layers)
-            )
+            positions = self._clamped(this.positions[None])
+            logits, *hidden = self._over_pool(this, this.tokens[None], positions, past, scored, tuple(layers))
         return logits[0], tuple(states[0] for states in hidden)
 
     def device_pass(
@@ -237,11 +236,10 @@ class HFModel:
     ) -> tuple[Tensor, ...]:
         """Return the logits, then the states after these layers, without a sync, so that it can be captured."""
         B, T = tokens.shape
-        this = DevicePass(tokens, places, pool.scratch, pool.capacity, self._kinds, parents)
+        last_position = NO_LIMIT if self._max_length is None else self._max_length - 1
+        this = DevicePass(tokens, places, pool.scratch, pool.capacity, self._kinds, parents, last_position)
         past = _pool_cache(pool.keys, pool.values, this.slots)
-        scored: int | Tensor = B * T
-        if last and T > 1:
-            scored = torch.arange(B, device=tokens.device) * T + (places[2] - 1).clamp_min(0)
+        scored = this.ends if last and T > 1 else B * T
         return self._over_pool(this, tokens.view(1, -1), this.positions, past, scored, layers)
 
     def _over_pool(
@@ -259,7 +257,7 @@ class HFModel:
             self._net,
             input_ids=tokens,
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            position_ids=self._clamped(positions),
+            position_ids=positions,
             past_key_values=past,
             use_cache=True,
             logits_to_keep=scored,

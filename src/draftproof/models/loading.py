@@ -157,10 +157,12 @@ def _check_complete(name: str, model: Any, report: Mapping[str, Any]) -> None:
     if not faults:
         return
     tensor = min(faults)
+    wanted = model.state_dict().get(tensor)  # None where a quantiser has renamed it
+    shape = "" if wanted is None else f", of shape {list(wanted.shape)} in the model,"
     raise ValueError(
-        f"{name!r} is not a whole {type(model).__name__}: tensor {tensor!r}, of shape "
-        f"{list(model.state_dict()[tensor].shape)} in the model, {faults[tensor]} ({len(faults)} such). Get the "
-        "checkpoint again; if it is a published drafter, put its kind before its name, as in 'eagle3:name'"
+        f"{name!r} is not a whole {type(model).__name__}: tensor {tensor!r}{shape} {faults[tensor]} ({len(faults)} "
+        "such). Get the checkpoint again; if it is a published drafter, put its kind before its name, as in "
+        "'eagle3:name'"
     )
 
 

@@ -373,16 +373,16 @@ def attend(
         if softcap is None and sinks is None:
             attended = scaled_dot_product_attention(folded, k, v, attn_mask=bias, scale=scaling)
         else:
-            attended = _attended_with_extras(folded, k, v, bias, scaling, softcap, sinks)
+            attended = attended_with_extras(folded, k, v, bias, scaling, softcap, sinks)
         out[:, piece.tokens] = attended.reshape(1, heads, piece.width, -1).transpose(1, 2)
     return out
 
 
-def _attended_with_extras(
+def attended_with_extras(
     q: Float[Tensor, "B g n d"],
     k: Float[Tensor, "B g S d"],
     v: Float[Tensor, "B g S e"],
-    bias: Float[Tensor, "1 1 n S"] | None,
+    bias: Float[Tensor, "_ 1 n S"] | None,
     scaling: float | None,
     softcap: float | None,
     sinks: Float[Tensor, " h"] | None,

@@ -39,6 +39,11 @@ def chunk_size(start: int) -> int:
     return min(PAGE, STEP * max(1, steps))
 
 
+def reading_cost(start: int, end: int) -> float:
+    """Return how long reading the tokens from start to end takes: as long as so many tokens with none before them."""
+    return (end - start) * (1 + start / ATTENTION_DOUBLES)
+
+
 @cache
 def _borders(doubles: int) -> list[int]:
     """Return the borders that are known so far."""

@@ -17,7 +17,7 @@ from draftproof.models.extents import PAGE
 from draftproof.models.interface import Cache, Forward, Model
 from draftproof.models.packed import PackedPass, Span
 from draftproof.models.pool import KVPool, LayerShape, SavedRow
-from draftproof.models.prompt_chunks import chunk_around
+from draftproof.models.prompt_chunks import chunk_around, reading_cost
 
 
 class Block(NamedTuple):
@@ -83,6 +83,9 @@ class Rows(Protocol):
 
     def chunk_around(self, position: int) -> tuple[int, int]:
         """Return where the chunk of a prompt that holds this position begins, and where the next one does."""
+
+    def reading_cost(self, start: int, end: int) -> float:
+        """Return how long reading a prompt's tokens from start to end takes: as long as so many first tokens."""
 
     def enter(self, row: int, tokens: int, source: Sequence[int] | None = None) -> None:
         """Add an empty row with room for this many tokens; `source` is an encoder's input."""
@@ -189,6 +192,9 @@ class PooledRows:
 
     def chunk_around(self, position: int) -> tuple[int, int]:
         return chunk_around(position)
+
+    def reading_cost(self, start: int, end: int) -> float:
+        return reading_cost(start, end)
 
     def enter(self, row: int, tokens: int, source: Sequence[int] | None = None) -> None:
         self.pool.enter(row, tokens)
@@ -321,6 +327,9 @@ class RectangularRows:
 
     def chunk_around(self, position: int) -> tuple[int, int]:
         return 0, WHOLE
+
+    def reading_cost(self, start: int, end: int) -> float:
+        return end - start
 
     def enter(self, row: int, tokens: int, source: Sequence[int] | None = None) -> None:
         self._entering[row] = source

@@ -16,7 +16,7 @@ from draftproof.core.types import Draft
 from draftproof.kernels.call import MOST_DRAFTED, MOST_TOKENS, RULES
 from draftproof.rules import Verifier
 
-__all__ = ["MOST_DRAFTED", "DeviceVerification", "refusal"]
+__all__ = ["MOST_DRAFTED", "DeviceVerification", "refusal", "verify"]
 
 
 def refusal(
@@ -57,25 +57,24 @@ class DeviceVerification:
         self._parameters.ints[:B].copy_(made.ints)
         return made.filtered, made.warm, made.nucleus
 
-    def verify(
-        self, logits: Float[Tensor, "B J V"], draft: Draft, starts: Int[Tensor, " B"], rule: str, traits: Hashable
-    ) -> kernels.Rows:
-        """Verify without a sync, so that it can be captured. `starts`: index of the first token that is emitted."""
+    def parameters(self, B: int, traits: Hashable) -> kernels.Parameters:
+        """Return the parameters of the first B rows, whose positions and lengths a round writes; traits: of `load`."""
         assert isinstance(traits, tuple)
-        B = len(starts)
-        parameters = kernels.Parameters(self._parameters.floats[:B], self._parameters.ints[:B], *traits)
-        parameters["positions"].copy_(starts)
-        parameters["lengths"].copy_(draft.lengths)
-        q = None if rule == "coupled" else draft.q
-        if q is None:
-            return kernels.verify_rows(logits, draft.tokens, parameters=parameters, rule=rule)
-        return kernels.verify_rows(
-            logits,
-            draft.tokens,
-            q.logits,
-            parameters=parameters,
-            rule=rule,
-            draft_entries=None if q.vocab is None else q.vocab.entry,
-            draft_lse=q.lse,
-            draft_cutoff=q.cutoff,
-        )
+        return kernels.Parameters(self._parameters.floats[:B], self._parameters.ints[:B], *traits)
+
+
+def verify(logits: Float[Tensor, "B J V"], draft: Draft, rule: str, parameters: kernels.Parameters) -> kernels.Rows:
+    """Verify without a sync, so that it can be captured."""
+    q = None if rule == "coupled" else draft.q
+    if q is None:
+        return kernels.verify_rows(logits, draft.tokens, parameters=parameters, rule=rule)
+    return kernels.verify_rows(
+        logits,
+        draft.tokens,
+        q.logits,
+        parameters=parameters,
+        rule=rule,
+        draft_entries=None if q.vocab is None else q.vocab.entry,
+        draft_lse=q.lse,
+        draft_cutoff=q.cutoff,
+    )
