@@ -16,6 +16,7 @@ from draftproof.drafters.tli import TLI
 from draftproof.engine import device_round
 from draftproof.engine import round as rounds_module
 from draftproof.engine import scheduler as batches
+from draftproof.models.head.attach import dtype_on
 from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import embeddings, shape_for
 from draftproof.models.hf import HFModel
@@ -36,10 +37,11 @@ ALL = {"warm": WARM, "greedy": GREEDY, "edited": EDITED}
 
 def head_of(model, **settings):
     head, ids = Head(shape_for(model), seed=1), torch.tensor(IDS[:6]).to(model.device)
-    rows = torch.nn.Linear(head.shape.hidden, len(ids), bias=False)
-    return HeadDrafter(
-        FittedHead(to_fake_cuda(head), embeddings(model), to_fake_cuda(rows), DraftVocab.of(ids, V)), **settings
-    )
+    rows, dtype = torch.nn.Linear(head.shape.hidden, len(ids), bias=False), dtype_on(model)
+    for weight in (*head.parameters(), *rows.parameters()):
+        weight.data = weight.data.to(dtype)
+    fitted = FittedHead(to_fake_cuda(head), embeddings(model), to_fake_cuda(rows), DraftVocab.of(ids, V), dtype)
+    return HeadDrafter(fitted, **settings)
 
 
 def served(size=V):
@@ -152,6 +154,20 @@ def test_in_bfloat16_too(monkeypatch, name):
     found, device = rounds(monkeypatch, DRAFTERS[name], dtype=torch.bfloat16, logprobs=True)
     assert found == [([], copies(name, followed=True))] * len(found)
     assert device.recorded > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [(head_of, "block"), (head_of, "coupled"), (lambda model: head_of(model, confidence=0.3), "token")],
+    ids=["block", "coupled", "confident"],
+)
+def test_a_head_computes_in_the_targets_bfloat16(monkeypatch, make, rule):
+    """Rounds stay on the device: no state of another dtype may meet its weights. A tree's rounds are followed."""
+    found, device = rounds(monkeypatch, make, rule, dtype=torch.bfloat16)
+    assert found == [([], 1)] * len(found)
+    assert device.recorded > 0
+    found, _ = rounds(monkeypatch, TREES["head"], "tree", dtype=torch.bfloat16)
+    assert found == [([], 1)] * len(found)
 
 
 @pytest.mark.parametrize("samplings", ["warm", "edited"])

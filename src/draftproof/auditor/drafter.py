@@ -125,7 +125,7 @@ class HeadReference(ReferenceModel):
         """Return logits after the last `scored` tokens; uniform after the first, where a head has no input."""
         head, B, n = self._head, len(tokens), tokens.shape[1] - 1
         hidden = self._pass(tokens, 1, output_hidden_states=True).hidden_states
-        h = head.head.fuse([hidden[tap][:, :n].float() for tap in head.head.taps])
+        h = head.head.fuse([hidden[tap][:, :n].to(head.dtype) for tap in head.head.taps])
         follow, positions = tokens[:, 1:].to(h.device), torch.arange(n, device=h.device).expand(B, n)
         states = head.head.step(head.embedded(follow), h, positions, head.head.new_cache(B, n), reach=n) if n else h
         guessed = head.logits(states[:, max(0, n - scored) :])

@@ -33,13 +33,14 @@ class HeadDrafting:
 
     def __init__(self, rows: int, reader: DeviceHeadRows, head: FittedHead, confidence: float) -> None:
         device, H = head.table.device, head.table.shape[1]
+        self._dtype = head.dtype
         self.layers, self.vocab = tuple(head.head.taps), head.vocab
         self._reader, self._pool, self._confidence = reader, reader.pool, confidence
         self._V = len(head.vocab.entry)
         self._draws = DeviceDraws(rows, device)
         self._known = Entering(
-            torch.zeros((rows, H), device=device),
-            torch.zeros((rows, H), device=device),
+            torch.zeros((rows, H), dtype=head.dtype, device=device),
+            torch.zeros((rows, H), dtype=head.dtype, device=device),
             torch.zeros(rows, dtype=torch.bool, device=device),
         )
 
@@ -79,7 +80,7 @@ class HeadDrafting:
             return draws.draw(logits, rng, j, self.vocab)
         every = logits.new_full((len(logits), self._V), -torch.inf).index_copy_(1, self.vocab.ids, logits)
         dist, token = draws.draw(every, rng, j, None)
-        return replace(dist, logits=logits.float(), vocab=self.vocab), token
+        return replace(dist, logits=logits, vocab=self.vocab), token
 
     def read(
         self, hidden: tuple[Float[Tensor, "B T H"], ...], tokens: Int[Tensor, "B T"], places: Int[Tensor, "3 B"]
@@ -87,7 +88,7 @@ class HeadDrafting:
         """See `DrafterPart`. Drafted entries are overwritten: they were made from the head's own states."""
         counts = places[2]
         B, rows = len(counts), torch.arange(len(counts), device=counts.device)
-        fused = self._pool.fuse([states.float() for states in hidden])
+        fused = self._pool.fuse([states.to(self._dtype) for states in hidden])
         made = self._pool.device_states(tokens.clamp_min(0), fused, places)
         read, last = counts > 0, (counts - 1).clamp_min(0)
         for memory, new in ((self._known.states, made), (self._known.fused, fused)):

@@ -75,7 +75,7 @@ class DeviceHeadRows:
         for row in rows:
             row.after = None
         unread = [is_ready and state is None for is_ready, state in zip(ready, after, strict=True)]
-        made = self._head.table.new_zeros((len(contexts), self._head.table.shape[1]), dtype=torch.float32)
+        made = self._head.table.new_zeros((len(contexts), self._head.table.shape[1]), dtype=self._head.dtype)
         if any(unread):
             made = self._reader.catch_up(contexts, unread)
         return torch.cat([one if state is None else state for one, state in zip(made.split(1), after, strict=True)])

@@ -130,7 +130,7 @@ class DFlashReader:
     def _read(self, wanted: Sequence[bool]) -> None:
         """Read the stored states of the wanted rows: long rows alone, the others in one batch."""
         network, batch = self._drafter.network, []
-        none = self._drafter.table.new_empty((0, network.fc.out_features), dtype=torch.float32)
+        none = self._drafter.table.new_empty((0, network.fc.out_features), dtype=self._drafter.dtype)
         for b, (row, want) in enumerate(zip(self._rows, wanted, strict=True)):
             states = self._fused(row) if want and row.waiting else none
             if len(states) > MAX_BATCHED:
@@ -147,7 +147,7 @@ class DFlashReader:
 
     def _fused(self, row: HeadRow) -> Float[Tensor, "n H"]:
         taps, row.waiting = join_taps(row.waiting), []
-        return self._drafter.network.fuse([tap.float() for tap in taps])
+        return self._drafter.network.fuse([tap.to(self._drafter.dtype) for tap in taps])
 
     def _positions(self, starts: list[int], width: int) -> Tensor:
         first = to_device(starts, self._drafter.table.device)

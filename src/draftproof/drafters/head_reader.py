@@ -363,8 +363,8 @@ class HeadReader:
 
     def _fuse(self, parts: Sequence[tuple[Tensor, ...]]) -> Float[Tensor, "n H"]:
         if not parts:
-            return self._head.table.new_empty((0, self._head.table.shape[1]), dtype=torch.float32)
-        return self.pool.fuse([tap.float() for tap in join_taps(parts)])
+            return self._head.table.new_empty((0, self._head.table.shape[1]), dtype=self._head.dtype)
+        return self.pool.fuse([tap.to(self._head.dtype) for tap in join_taps(parts)])
 
     def _read_entries(self, context: Context, states: Float[Tensor, "n H"]) -> None:
         """Read states of one row, each with the token after it; only keys and values are of use."""

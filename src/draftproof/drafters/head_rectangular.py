@@ -131,9 +131,9 @@ class RectangularHeadReader:
         waiting = [row.waiting if want else [] for row, want in zip(self._rows, wanted, strict=True)]
         counts = [sum(len(part[0]) for part in parts) for parts in waiting]
         parts = [part for row in waiting for part in row]
-        fused = self._head.table.new_empty((0, self._head.table.shape[1]), dtype=torch.float32)
+        fused = self._head.table.new_empty((0, self._head.table.shape[1]), dtype=self._head.dtype)
         if parts:
-            fused = self._head.head.fuse([tap.float() for tap in join_taps(parts)])
+            fused = self._head.head.fuse([tap.to(self._head.dtype) for tap in join_taps(parts)])
         each = list(fused.split(counts))
         return [
             row.last if want and not len(states) and row.last is not None else states
@@ -146,7 +146,7 @@ class RectangularHeadReader:
         taps = join_taps(row.waiting)
         row.read = row.known - len(taps[0])
         self._cache.ensure(len(context.tokens) + MAX_BATCHED + self._room)
-        self._read_long(b, context.tokens, self._head.head.fuse([tap.float() for tap in taps]))
+        self._read_long(b, context.tokens, self._head.head.fuse([tap.to(self._head.dtype) for tap in taps]))
         row.waiting = [tuple(tap[-1:].clone() for tap in taps)]
 
     def _read_long(self, b: int, tokens: Sequence[int], states: Float[Tensor, "n H"]) -> Float[Tensor, "1 H"]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from draftproof.models.compatibility import decoder_config, head_size
 from draftproof.models.head import dflash_file, eagle3_file, mtp
-from draftproof.models.head.attach import assemble, attached_once, laid_out
+from draftproof.models.head.attach import assemble, attached_once, dtype_on, laid_out
 from draftproof.models.head.checkpoint import Checkpoint, architectures
 from draftproof.models.head.dflash import FittedDFlash
 from draftproof.models.head.dflash_file import DFlashDraft
@@ -34,7 +34,7 @@ def attach_dflash(draft: DFlashDraft, model: PreTrainedModel, source: str) -> Fi
     dflash_file.check_target(draft, model, source)
     table, rows, ids = _vocabulary_on(model, draft.vocabulary)
     network, layer, vocab = laid_out(draft.network, rows, ids, model)
-    return FittedDFlash(network, table, layer, vocab)
+    return FittedDFlash(network, table, layer, vocab, dtype_on(model))
 
 
 def _vocabulary_on(

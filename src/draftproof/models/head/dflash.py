@@ -111,18 +111,19 @@ class DFlash(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class FittedDFlash:
-    """A DFlash drafter with embeddings and output rows, in float32 on the target's device, packed on a CPU."""
+    """A DFlash drafter with embeddings and output rows; see `FittedHead`."""
 
     network: DFlash
     table: Float[Tensor, "V H"]
     rows: nn.Module
     vocab: DraftVocab
+    dtype: torch.dtype = torch.float32
 
     def embedded(self, tokens: Int[Tensor, "*N"]) -> Float[Tensor, "*N H"]:
-        return nn.functional.embedding(tokens, self.table).float()
+        return nn.functional.embedding(tokens, self.table).to(self.dtype)
 
     def logits(self, states: Float[Tensor, "*N H"]) -> Float[Tensor, "*N R"]:
         """Return the logits over the draft vocabulary of the token at each position."""
         shape = self.network.shape
-        logits: Tensor = self.rows(states) * shape.output_scale
+        logits: Tensor = self.rows(states).float() * shape.output_scale
         return torch.tanh(logits / shape.softcap) * shape.softcap if shape.softcap else logits

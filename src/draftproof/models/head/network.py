@@ -320,12 +320,16 @@ class PooledNetwork(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FittedHead:
-    """A head with embeddings and output rows, its own or the target's, on the target's device and packed on a CPU."""
+    """A head with embeddings and output rows, its own or the target's, on the target's device and packed on a CPU.
+
+    dtype  of the states that it is given and computes
+    """
 
     head: HeadNetwork
     table: Float[Tensor, "V H"]
     rows: nn.Module
     vocab: DraftVocab
+    dtype: torch.dtype = torch.float32
 
     @classmethod
     def on(
@@ -341,9 +345,9 @@ class FittedHead:
         return attach(head, ids, model, size)
 
     def embedded(self, tokens: Int[Tensor, "*N"]) -> Float[Tensor, "*N H"]:
-        return nn.functional.embedding(tokens, self.table).float()
+        return nn.functional.embedding(tokens, self.table).to(self.dtype)
 
     def logits(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N R"]:
-        """Return the logits of the next token over the draft vocabulary, from the head's states."""
+        """Return the logits of the next token over the draft vocabulary, from the head's states, in float32."""
         logits: Tensor = self.rows(self.head.out(h))
-        return logits
+        return logits.float()
