@@ -1,7 +1,7 @@
 """Measure generation on a GPU: passes, rounds and tokens per second of an 8B-shaped pair, beside transformers.
 
-    python benchmarks/generation_gpu.py [--parts profile pass reading one batch long auto service requests transformers]
-                                        [--out FILE]
+    python benchmarks/generation_gpu.py [--parts profile pass reading one batch long head auto service requests
+                                                 transformers] [--out FILE]
 
 The pair has random weights in bfloat16. What the target's layers after the fourth add is scaled by --share, and the
 output head by 4, so that the first four layers, as a drafter of their own, agree with it about as often as a good small
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftproof as dp
 from draftproof.core.device import AsyncCopy
+from draftproof.drafters.head import HeadDrafter
+from draftproof.engine.device_round import DeviceRounds, Flight
 from draftproof.engine.service import Service
 from draftproof.models.device_rows import DeviceRows
+from draftproof.models.head.network import FittedHead, Head
+from draftproof.models.head.taps import shape_for
 from draftproof.models.hf import HFModel
 from draftproof.models.rows import Block, Reading
 
@@ -144,6 +149,38 @@ def busy_times() -> Iterator[list[float]]:
         AsyncCopy.read = read  # type: ignore[method-assign]
 
 
+@contextmanager
+def flights() -> Iterator[list[Flight]]:
+    """Collect the rounds that stay on the device, in the order in which they are launched."""
+    launch, found = DeviceRounds.launch, list[Flight]()
+
+    def kept(rounds: DeviceRounds, *given: Any) -> Flight | None:
+        flight = launch(rounds, *given)
+        if flight is not None:
+            found.append(flight)
+        return flight
+
+    DeviceRounds.launch = kept  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        DeviceRounds.launch = launch  # type: ignore[method-assign]
+
+
+def gaps(found: list[Flight]) -> dict[str, float]:
+    """Return how long the device waits between two rounds, by its own clock, and the share of a round that it is."""
+    pairs = list(pairwise(found[1:]))  # the first follows the reading of the prompt
+    between = [before.marks[-1].seconds_until(after.marks[0]) for before, after in pairs]
+    rounds = [before.marks[0].seconds_until(after.marks[0]) for before, after in pairs]
+    if not pairs:
+        return {}
+    return {
+        "between rounds, median µs": round(1e6 * statistics.median(between), 1),
+        "between rounds, share of a round": round(sum(between) / sum(rounds), 4),
+        "from one round to the next, median ms": round(1e3 * statistics.median(rounds), 3),
+    }
+
+
 def tokens_per_second(
     engine: dp.Engine,
     texts: list[list[int]],
@@ -161,7 +198,7 @@ def tokens_per_second(
     best: dict[str, Any] = {}
     for _ in range(2):
         sync()
-        with busy_times() as busy:
+        with busy_times() as busy, flights() as flown:
             start = time.perf_counter()
             outputs = engine.generate(texts, samplings, max_tokens=tokens, num_draft_tokens=k)
             sync()
@@ -180,6 +217,7 @@ def tokens_per_second(
                 "steady ms a round": round(1e3 * (seconds - reading) / rounds, 2),
                 "device ms a round": round(1e3 * device / rounds, 2),
                 "host ms a round, median": round(1e3 * statistics.median(busy), 3),
+                **gaps(flown),
                 "tokens a pass": round(statistics.mean(output.stats.tokens_per_pass for output in outputs), 2),
                 "ms a round": round(1e3 * seconds / rounds, 2),
                 "ms a round, by stage": {name: round(1e3 * v / rounds, 2) for name, v in stages.items() if v},
@@ -206,6 +244,27 @@ def generation(
                 key = f"{name}, {rows} rows, T = 0.8, top-k 50, top-p 0.9"
                 found[key] = tokens_per_second(engine, texts, 0.8, tokens, top_k=50, top_p=0.9)
                 print(key, found[key], flush=True)
+            del engine
+            torch.cuda.empty_cache()
+    return found
+
+
+def heads(target: LlamaForCausalLM, batches: list[int], tokens: int) -> dict[str, Any]:
+    """Time rounds with a head of the trained kind, over a quarter of the vocabulary; untrained, it is hardly accepted.
+
+    What counts is the time of a round: a trained head takes as long.
+    """
+    found: dict[str, Any] = {}
+    V = target.config.vocab_size
+    fitted = FittedHead.on(Head(shape_for(target), seed=0), torch.arange(V // 4), target)
+    found["bytes"] = sum(weight.nbytes for part in (fitted.head, fitted.rows) for weight in part.parameters())
+    for rows in batches:
+        texts = prompts(V, rows)
+        for k in (1, 2, 4):
+            drafter = HeadDrafter(fitted)
+            engine = dp.load(target, drafter, num_draft_tokens=k, max_batch=rows, kv_memory=0.3)
+            found[f"K = {k}, {rows} rows, T = 0.8"] = tokens_per_second(engine, texts, 0.8, tokens)
+            print(k, rows, found[f"K = {k}, {rows} rows, T = 0.8"], flush=True)
             del engine
             torch.cuda.empty_cache()
     return found
@@ -304,7 +363,7 @@ def requests(target: LlamaForCausalLM, drafter: LlamaForCausalLM) -> dict[str, A
 
 
 def beside_transformers(target: LlamaForCausalLM, drafter: LlamaForCausalLM, tokens: int) -> dict[str, Any]:
-    """Time transformers plain and assisted; ours is measured in the same process."""
+    """Time transformers plain, assisted, and compiled with a static cache; ours is measured in the same process."""
     ids = torch.tensor(prompts(target.config.vocab_size, 1), device=target.device)
     mask = torch.ones_like(ids)
 
@@ -316,7 +375,11 @@ def beside_transformers(target: LlamaForCausalLM, drafter: LlamaForCausalLM, tok
         sync()
         return round(tokens / (time.perf_counter() - start), 1)
 
-    return {"plain, tokens/s": speed(), "assisted, tokens/s": speed(assistant_model=drafter)}
+    return {
+        "plain, tokens/s": speed(),
+        "assisted, tokens/s": speed(assistant_model=drafter),
+        "static cache and compile, tokens/s": speed(cache_implementation="static"),  # generate compiles the pass
+    }
 
 
 def profiled(target: LlamaForCausalLM) -> dict[str, Any]:
@@ -367,7 +430,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.04)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--contexts", type=int, nargs="*", default=[128, 1024, 4096])
-    parser.add_argument("--batches", type=int, nargs="*", default=[8, 32])
+    parser.add_argument("--batches", type=int, nargs="*", default=[8, 32, 128])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     target, drafter = pair(options.shape, options.share)
@@ -378,6 +441,7 @@ def main() -> None:
         "one": lambda: generation(target, drafter, [1], options.tokens, 128),
         "batch": lambda: generation(target, drafter, options.batches, options.tokens, 128),
         "long": lambda: generation(target, drafter, options.batches, 64, 4096),
+        "head": lambda: heads(target, [1, *options.batches], options.tokens),
         "auto": lambda: automatic(target, drafter, options.batches, options.tokens),
         "service": lambda: service(target, options.tokens),
         "requests": lambda: requests(target, drafter),

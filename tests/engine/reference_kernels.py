@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache, wraps
 
 import torch
+from torch.nn.functional import silu
 from torch.utils._python_dispatch import _disable_current_modes
 
 from draftproof.core.distribution import Distribution, DraftVocab, propose
@@ -12,6 +13,7 @@ from draftproof.core.sampling import SamplingParams, warp_without_sync
 from draftproof.core.types import PAD, Draft, History
 from draftproof.kernels import Rows
 from draftproof.kernels.draw_rows import Drawn
+from draftproof.models.head.network import rotated_by_torch
 from draftproof.rules import RULES
 
 
@@ -86,9 +88,11 @@ def draw_rows(logits, parameters, j, *, shared, workspace):
 
 
 def install_round_steps(monkeypatch):
-    """Use plain torch between the passes of a round: every operation is seen by whoever traces them."""
-    from draftproof.kernels import round_steps, round_steps_reference
+    """Use plain torch for the small steps of a round and of heads: every operation is seen by whoever traces them."""
+    from draftproof.kernels import layer, round_steps, round_steps_reference
 
+    monkeypatch.setattr(layer, "rotate", rotated_by_torch)
+    monkeypatch.setattr(layer, "gate", lambda both: silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1])
     for name in ("lay_out", "begin_draft", "describe_draws", "begin_scoring", "conclude"):
         monkeypatch.setattr(round_steps, name, getattr(round_steps_reference, name))
 

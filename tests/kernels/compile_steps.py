@@ -53,6 +53,7 @@ def inside_layers(dtype: torch.dtype) -> None:
         layer.sum_and_norm(x, x, weight, 1e-6, plus_one=plus_one, round_first=round_first)
     for tanh in (False, True):
         layer.gate(x, tanh=tanh)
+    layer.rotate(torch.empty(2, 4, 5, 16, dtype=dtype), torch.zeros((2, 5), dtype=torch.long), torch.empty(8))
     qkv, angles, pool = (torch.empty(shape, dtype=dtype) for shape in ((5, 128), (5, 16), (64, 2, 16)))
     slots = torch.zeros(5, dtype=torch.long)
     for norms in (None, (weight[:16], weight[:16])):

@@ -45,4 +45,4 @@ def test_kernels_have_their_names_before_the_first_is_launched(tmp_path):
 def test_the_steps_of_a_round_and_of_its_layers_compile(capability, tmp_path):
     seen = set(printed(tmp_path, "compile_steps.py", str(capability)))
     between = {"lay_out", "begin_draft", "describe_draws", "begin_scoring", "conclude"}
-    assert seen == between | {"rms_norm", "gate", "rotate_and_write"}
+    assert seen == between | {"rms_norm", "gate", "rotate", "rotate_and_write"}

@@ -55,6 +55,24 @@ def gate(both: Tensor, *, tanh: bool = False) -> Tensor:
     return out
 
 
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Return heads [B, heads, n, size] rotated by their positions [B or 1, n] times float32 frequencies [size / 2].
+
+    The result lies in memory token by token, as keys are written.
+    """
+    B, heads, n, size = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    positions = positions.contiguous()
+    out = torch.empty((B, n, heads, size), dtype=x.dtype, device=x.device)
+    if out.numel():
+        with current_device(x.device):
+            device.rotate[(B * n, heads)](
+                x, positions, frequencies, out, n, 0 if len(positions) == 1 else n, *x.stride()[:3], HALF=size // 2,
+                BLOCK=_power_of_2(size // 2), num_warps=1,
+            )  # fmt: skip
+    return out.transpose(1, 2)
+
+
 def rotate_and_write(
     qkv: Tensor,
     cos: Tensor,

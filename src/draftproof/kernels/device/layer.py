@@ -34,6 +34,26 @@ def rms_norm(x, added, weight, total, out, stride, added_stride, eps, H: tl.cons
     tl.store(out + row * H + i, made.to(numbers.dtype), mask=inside)
 
 
+@triton.jit(do_not_specialize=["n", "position_stride"])
+@no_type_check
+def rotate(x, positions, frequencies, out, n, position_stride, row_stride, head_stride, token_stride,
+           HALF: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Rotate one head of one token by its position's angles: pairs are half a head apart. Grid: (B · n, heads)."""
+    at, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    b, t = at // n, at % n
+    i = tl.arange(0, BLOCK)
+    inside = i < HALF
+    position = tl.load(positions + b * position_stride + t).to(tl.float32)
+    angle = position * tl.load(frequencies + i, mask=inside, other=0.0)
+    c, s = tl.cos(angle), tl.sin(angle)
+    source = x + b * row_stride + head * head_stride + t * token_stride + i
+    first, second = tl.load(source, mask=inside, other=0.0), tl.load(source + HALF, mask=inside, other=0.0)
+    one, other = first.to(tl.float32), second.to(tl.float32)
+    target = out + (at * heads + head) * 2 * HALF + i
+    tl.store(target, (one * c - other * s).to(first.dtype), mask=inside)
+    tl.store(target + HALF, (other * c + one * s).to(first.dtype), mask=inside)
+
+
 @triton.jit
 @no_type_check
 def gate(both, out, stride, inner, BLOCK: tl.constexpr, TANH: tl.constexpr):

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from draftproof.core.device import to_device
+from draftproof.core.device import runs_kernels, to_device
 from draftproof.core.distribution import DraftVocab
 from draftproof.models.cuda_graphs import CapturedGraphs
 from draftproof.models.pool import LayerShape
@@ -147,8 +147,7 @@ class Head(nn.Module):
     def rest(self, h: Float[Tensor, "B n H"], attended: Float[Tensor, "B h n d"]) -> Float[Tensor, "B n H"]:
         """Apply the part of the layer after attention; the result is the next step's state and the input of `out`."""
         x = h + self.attended(attended.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        state: Tensor = x + self.down(nn.functional.silu(gate) * up)
+        state: Tensor = x + self.down(gated(self.gate_up(self.mlp_norm(x))))
         return state
 
     def out(self, h: Float[Tensor, "*N H"]) -> Float[Tensor, "*N H"]:
@@ -247,10 +246,36 @@ def rounded(slots: int) -> int:
     return max(1, -(-slots // HEAD_BUCKET)) * HEAD_BUCKET
 
 
+def by_kernel(x: Tensor) -> bool:
+    """Return whether a small step on this tensor is one kernel: on a GPU, where no gradient is wanted."""
+    return runs_kernels(x.device) and not torch.is_grad_enabled()
+
+
+def gated(both: Float[Tensor, "*N I2"]) -> Float[Tensor, "*N I"]:
+    """Return the SiLU of the first half times the second."""
+    if by_kernel(both):
+        from draftproof.kernels import layer
+
+        return layer.gate(both)
+    gate, up = both.chunk(2, -1)
+    return nn.functional.silu(gate) * up
+
+
 def rotate(
     x: Float[Tensor, "B h n d"], positions: Int[Tensor, "#B n"], frequencies: Float[Tensor, " half"]
 ) -> Float[Tensor, "B h n d"]:
     """Apply rotary position embeddings: rotate pairs half a head apart by angles proportional to the position."""
+    if by_kernel(x):
+        from draftproof.kernels import layer  # needs Triton, which a CPU does without
+
+        return layer.rotate(x, positions, frequencies)
+    return rotated_by_torch(x, positions, frequencies)
+
+
+def rotated_by_torch(
+    x: Float[Tensor, "B h n d"], positions: Int[Tensor, "#B n"], frequencies: Float[Tensor, " half"]
+) -> Float[Tensor, "B h n d"]:
+    """Define what the kernel computes; gradients flow through it."""
     angles = positions[:, None, :, None] * frequencies
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, -1)
