@@ -12,6 +12,7 @@ from draftproof.models.device_pass import DevicePool
 from draftproof.models.fused import Fusion, lay_side_by_side
 from draftproof.models.fused_modules import FusedNorm
 from draftproof.models.hf import HFModel
+from draftproof.models.packed import Span
 from draftproof.models.pool import KVPool
 
 pytest.importorskip("triton")
@@ -87,6 +88,22 @@ def test_the_logits_are_those_of_the_modules(family, device):
     assert (logits - plain).abs().max() < 1e-4 * plain.abs().max()
     _, apart = passes(model, False, device)
     assert (apart - plain).abs().max() < 1e-4 * plain.abs().max()
+
+
+@pytest.mark.parametrize("family", budgeted(["llama", "qwen3", "gemma2", "gemma3_text"], ["gemma2"]))
+def test_prompts_are_read_by_fused_layers_too(family, device, monkeypatch):
+    """In a packed pass, as on a CPU; the modules that were replaced are not called."""
+    model = tiny(family, device)
+    texts = ([3, 4, 5, 9, 10], [6, 7, 8])
+    served = HFModel(model, graphs=False, probed=True)
+    pool = KVPool(served.kv_shapes(), 4, torch.device(device), spare=1)
+    this = served.packed_pass(torch.tensor([*texts[0], *texts[1]], device=device), [Span(0, 0, 5), Span(64, 0, 3)])
+    for layer in served._net.model.layers:
+        monkeypatch.setattr(type(layer.self_attn.original), "forward", None)
+    logits, _ = served.packed(this, pool.keys, pool.values, scored=8)
+    monkeypatch.undo()
+    plain = torch.cat([model(torch.tensor([text], device=device)).logits[0] for text in texts])
+    assert (logits - plain).abs().max() < 1e-4 * plain.abs().max()
 
 
 @pytest.mark.parametrize(("multiplier", "layers"), [(1.0, 2), (0.22, 0)])

@@ -1,6 +1,6 @@
 """Run a module and its replacement on the same numbers, and tell whether they compute the same."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -61,16 +61,23 @@ def _first(form: Callable[..., tuple[Tensor, ...]], **given: Any) -> Tensor:
 
 def _alike(attention: nn.Module, like: Tensor, forms: Sequence[Callable[..., Tensor]]) -> bool:
     """Return whether functions with an attention module's arguments compute and write the same over a small pool."""
-    from transformers.cache_utils import Cache as TransformersCache
-
-    from draftproof.models.hf import PoolLayer
-
     own: Any = attention
     layer: int = own.layer_idx
     if own.v_proj.out_features != own.k_proj.out_features:
         return False
+    return all(_alike_in(this, own, layer, like, forms) for this in _small_passes(like.device))
+
+
+def _alike_in(
+    this: DevicePass | PackedPass, own: Any, layer: int, like: Tensor, forms: Sequence[Callable[..., Tensor]]
+) -> bool:
+    """Return whether functions compute and write the same in one pass over a small pool."""
+    from transformers.cache_utils import Cache as TransformersCache
+
+    from draftproof.models.hf import PoolLayer
+
     device, dtype, size = like.device, like.dtype, own.head_dim
-    this, slots, positions = _small_pass(device)
+    slots, positions = this.slots, this.positions.flatten()
     angle = positions[:, None].float() * torch.linspace(0.1, 1.0, size // 2, device=device)
     embeddings = tuple(f(torch.cat([angle, angle], -1)).to(dtype)[None] for f in (torch.cos, torch.sin))
     scale = torch.linspace(0.5, 1.5, 6, device=device, dtype=dtype)[:, None]
@@ -94,12 +101,9 @@ def _alike(attention: nn.Module, like: Tensor, forms: Sequence[Callable[..., Ten
     return all(_close(wanted, got) for wanted, got in zip(*outputs, strict=True))
 
 
-def _small_pass(device: torch.device) -> tuple[DevicePass | PackedPass, Tensor, Tensor]:
-    """Return a pass over two rows of 3 tokens, of which the second has 2, with its slots and positions."""
+def _small_passes(device: torch.device) -> Iterator[DevicePass | PackedPass]:
+    """Yield passes of each kind that a device runs, over two rows of 3 tokens, of which the second may have 2."""
     kinds, tokens = (("full_attention", None),), torch.zeros((2, 3), dtype=torch.long, device=device)
     if runs_kernels(device):
-        places = torch.tensor([[0, 8], [0, 0], [3, 2]], device=device)
-        recorded = DevicePass(tokens, places, 16, 8, kinds)
-        return recorded, recorded.slots, recorded.positions[0]
-    packed = PackedPass(tokens.flatten(), [Span(0, 0, 3), Span(8, 0, 3)], kinds)
-    return packed, packed.slots, packed.positions
+        yield DevicePass(tokens, torch.tensor([[0, 8], [0, 0], [3, 2]], device=device), 16, 8, kinds)
+    yield PackedPass(tokens.flatten(), [Span(0, 0, 3), Span(8, 0, 3)], kinds)

@@ -111,14 +111,13 @@ class FusedMLP(nn.Module):
 class FusedAttention(nn.Module):
     """Attention over a pool: q, k and v in one product; norms of heads, rotary embedding and the write in one step.
 
-    Other passes, such as those that read prompts on a GPU, run the module it replaces.
+    Passes over other caches run the module it replaces.
     """
 
     def __init__(self, original: nn.Module, joined: nn.Module, device: torch.device) -> None:
         super().__init__()
         own: Any = original
         self.step = _steps(device).rotate_and_write
-        self.passes = DevicePass if runs_kernels(device) else PackedPass
         self.original, self.joined = original, joined
         self.size: int = own.head_dim
         self.heads: int = own.q_proj.out_features // self.size
@@ -158,7 +157,7 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         this = running.get()
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        if not isinstance(this, self.passes) or position_embeddings is None or not _is_written(layer):
+        if not isinstance(this, DevicePass | PackedPass) or position_embeddings is None or not _is_written(layer):
             result: tuple[Tensor, Tensor | None] = self.original(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
