@@ -10,7 +10,7 @@ from budget import budgeted
 from draftproof.core import device as core_device
 from draftproof.models.device_pass import DevicePool
 from draftproof.models.fused import Fusion, lay_side_by_side
-from draftproof.models.fused_modules import FusedNorm
+from draftproof.models.fused_norm import FusedNorm
 from draftproof.models.hf import HFModel
 from draftproof.models.packed import Span
 from draftproof.models.pool import KVPool
@@ -34,13 +34,19 @@ FAMILIES = {
     "qwen2": Fusion(norms=5, attentions=2, gates=2, layers=2, rotary=True),
     "qwen3": Fusion(norms=9, attentions=2, gates=2, layers=2, rotary=True),
     "mistral": Fusion(norms=5, attentions=2, gates=2, layers=2, rotary=True),
-    "olmo2": Fusion(norms=9, attentions=0, gates=2),
+    "olmo2": Fusion(norms=9, attentions=2, gates=2, layers=2, rotary=True),
+    "exaone4": Fusion(norms=9, attentions=2, gates=2, layers=2, rotary=True),
+    "phi3": Fusion(norms=5, attentions=2, gates=2, layers=2, rotary=True),
+    "granite": Fusion(norms=5, attentions=2, gates=2, layers=2, rotary=True),
+    "mixtral": Fusion(norms=5, attentions=2, layers=2, rotary=True),
     "gemma2": Fusion(norms=9, attentions=2, gates=2, layers=2, rotary=True),
     "gemma3_text": Fusion(norms=13, attentions=2, gates=2, layers=2, rotary=True),
     "gpt_neox": Fusion(),
 }
-"""What is replaced: OLMo 2 normalises all heads at once, which keeps its attention and sums as they are."""
+"""What is replaced. OLMo 2 norms all heads at once and, like EXAONE 4, what attention and MLP return; Phi-3's weights are
+merged already; Granite scales what it adds; Mixtral's experts are kept as they are."""
 
+MORE = {"granite": {"residual_multiplier": 0.22}, "phi3": {"partial_rotary_factor": 0.5}}
 MERGED_WEIGHTS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "gate", "up"))
 
 
@@ -53,7 +59,7 @@ def _kernels(monkeypatch, device):
 
 def tiny(family, device, dtype=torch.float32):
     torch.manual_seed(5)
-    config = AutoConfig.for_model(family, **SIZES)
+    config = AutoConfig.for_model(family, **SIZES, **MORE.get(family, {}))
     model = AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -106,14 +112,31 @@ def test_prompts_are_read_by_fused_layers_too(family, device, monkeypatch):
     assert (logits - plain).abs().max() < 1e-4 * plain.abs().max()
 
 
-@pytest.mark.parametrize(("multiplier", "layers"), [(1.0, 2), (0.22, 0)])
-def test_a_layer_that_adds_something_else_is_kept(multiplier, layers, device):
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("granite", **SIZES, residual_multiplier=multiplier))
-    served, logits = passes(model.to(device).eval(), True, device)
-    assert served.fusion.layers == layers
+@pytest.mark.parametrize("family", ["granite", "olmo2"])
+def test_a_layer_that_adds_something_else_is_kept(family, device, monkeypatch):
+    """Control: a layer with the right parts whose result is another."""
+    model = tiny(family, device)
+    kind = type(model.model.layers[0])
+    right = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args, **options: right(*args, **options) * 1.02)
+    served, logits = passes(model, True, device)
+    assert (served.fusion.attentions, served.fusion.layers) == (2, 0)
     _, apart = passes(model, False, device)
     assert (logits - apart).abs().max() < 1e-4 * apart.abs().max()
+
+
+def test_an_attention_that_uses_positions_for_more_than_rotating_is_kept(device, monkeypatch):
+    """Control: a scale that is 1 for early positions, as in Llama 4."""
+    model = tiny("llama", device)
+    kind = type(model.model.layers[0].self_attn)
+    right = kind.forward
+
+    def scaled(self, hidden_states, position_ids=None, **options):
+        late = 1.0 if position_ids is None else 1 + 0.1 * (position_ids >= 8192)[..., None]
+        return right(self, hidden_states * late, **options)
+
+    monkeypatch.setattr(kind, "forward", scaled)
+    assert HFModel(model, graphs=False, probed=True).fusion.attentions == 0
 
 
 def test_a_norm_computed_with_its_sum_is_given_once_and_for_that_sum_alone(device):

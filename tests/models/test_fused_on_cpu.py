@@ -126,7 +126,7 @@ def test_a_module_with_a_hook_is_kept():
     for module in (model.model.norm, model.model.layers[0].mlp.up_proj, model.model.layers[1].self_attn):
         module.register_forward_hook(lambda *_: calls.append(1))
     served = HFModel(model, probed=True)
-    assert served.fusion == Fusion(norms=4, attentions=1, gates=1)
+    assert served.fusion == Fusion(norms=4, attentions=1, gates=1, layers=1)
     calls.clear()
     passes(served)
     assert len(calls) >= 9

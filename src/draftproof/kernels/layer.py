@@ -10,25 +10,41 @@ GATE_BLOCK = 1024
 """Numbers of a row that one program gates."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, round_first: bool = True) -> Tensor:
-    """Return x [..., H] normalised by the root of its mean square and scaled by `weight`, or 1 + `weight`."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, round_first: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return x [..., H] normalised by the root of its mean square and scaled by `weight`, or 1 + `weight`.
+
+    out  where the result is written, x itself or a part of it included; None: new memory
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     _norm(x, None, weight, out, out, eps, plus_one, round_first)
     return out
 
 
 def sum_and_norm(
-    x: Tensor, added: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, round_first: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Return x + added, and its `rms_norm`."""
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, round_first: bool = True,
+    factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return x + factor · added, and its `rms_norm`."""
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _norm(x, added.expand(x.shape), weight, total, out, eps, plus_one, round_first)
+    _norm(x, added.expand(x.shape), weight, total, out, eps, plus_one, round_first, factor=factor)
     return total, out
+
+
+def norm_and_sum(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, round_first: bool = True
+) -> Tensor:
+    """Return residual + the `rms_norm` of x."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _norm(x, residual.expand(x.shape), weight, out, out, eps, plus_one, round_first, to=True)
+    return out
 
 
 def _norm(
     x: Tensor, added: Tensor | None, weight: Tensor, total: Tensor, out: Tensor, eps: float, plus_one: bool,
-    round_first: bool,
+    round_first: bool, *, factor: float = 1.0, to: bool = False,
 ) -> None:  # fmt: skip
     H = x.shape[-1]
     rows, more = x.reshape(-1, H), None if added is None else added.reshape(-1, H)
@@ -37,8 +53,9 @@ def _norm(
         with current_device(x.device):
             device.rms_norm[(rows.shape[0],)](
                 rows, rows if more is None else more, weight, total, out, rows.stride(0),
-                0 if more is None else more.stride(0), eps, H=H, BLOCK=block, PLUS_ONE=plus_one,
-                ROUND_FIRST=round_first, ADD=more is not None, num_warps=8 if block >= 4096 else 4,
+                0 if more is None else more.stride(0), out.view(-1, H).stride(0), eps, factor, H=H, BLOCK=block,
+                PLUS_ONE=plus_one, ROUND_FIRST=round_first, ADD=more is not None and not to, TO=to,
+                num_warps=8 if block >= 4096 else 4,
             )  # fmt: skip
 
 

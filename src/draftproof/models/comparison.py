@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from draftproof.models.packed import PackedPass, Span, running
 
 CLOSE: Final = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
 """How far a replacement may be from its module, as a share of the largest number: a few roundings of the dtype."""
+
+FAR: Final = 2**20
+"""A late position: scales of attention that grow with it (Llama 4) are 1 for the first thousands."""
 
 
 def _numbers(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -43,16 +46,53 @@ def attends_alike(module: nn.Module, made: nn.Module, like: Tensor) -> bool:
     return _alike(module, like, [partial(_first, module), partial(_first, made)])
 
 
-def computes_alike(layer: nn.Module, made: Callable[..., Tensor], attention: nn.Module, following: nn.Module) -> bool:
-    """Return whether two forms of a decoder layer compute the same, and the norm of it, in a pass over a small pool."""
+def computes_alike(
+    layer: nn.Module, made: Callable[..., Tensor], attention: nn.Module, following: nn.Module | None
+) -> bool:
+    """Return whether two forms of a decoder layer compute the same in a pass over a small pool.
+
+    following  the norm that reads the layer's result, which one of them may have computed; None: another layer does
+    """
     own: Any = attention
-    like = own.q_proj.weight if isinstance(own.q_proj, nn.Linear) else torch.empty(0)
+    weight = own.o_proj.weight if isinstance(own.o_proj, nn.Linear) else torch.empty(0)
 
     def and_norm(form: Callable[..., Tensor], **given: Any) -> Tensor:
         states = form(given.pop("hidden_states"), **given)
-        return torch.cat([states, following(states)], -1)
+        return states if following is None else torch.cat([states, following(states)], -1)
 
-    return _alike(attention, like, [partial(and_norm, form) for form in (layer, made)])
+    return _alike(attention, weight, [partial(and_norm, form) for form in (layer, made)])
+
+
+class AttentionSizes(NamedTuple):
+    """Sizes of an attention module, and the names of the linear layers that make queries, keys and values.
+
+    inputs  numbers of a hidden state
+    size    numbers of a head, in values too
+    """
+
+    names: tuple[str, ...]
+    inputs: int
+    heads: int
+    kv_heads: int
+    size: int
+
+    @classmethod
+    def of(cls, attention: Any) -> "AttentionSizes | None":
+        """Read the sizes of a module with the parts of Llama's attention, or with one joined layer (Phi-3)."""
+        size, output = getattr(attention, "head_dim", None), getattr(attention, "o_proj", None)
+        if not isinstance(size, int) or output is None or not hasattr(output, "in_features"):
+            return None
+        heads = output.in_features // size
+        for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)):
+            parts = [getattr(attention, name, None) for name in names]
+            if any(not hasattr(part, "out_features") for part in parts):
+                continue
+            widths = [int(part.out_features) // size for part in parts]  # type: ignore[union-attr]
+            kv_heads = widths[1] if len(widths) == 3 else (widths[0] - heads) // 2
+            wanted = [heads, kv_heads, kv_heads] if len(widths) == 3 else [heads + 2 * kv_heads]
+            if kv_heads > 0 and widths == wanted:
+                return cls(names, int(parts[0].in_features), heads, kv_heads, size)  # type: ignore[union-attr]
+        return None
 
 
 def _first(form: Callable[..., tuple[Tensor, ...]], **given: Any) -> Tensor:
@@ -62,36 +102,44 @@ def _first(form: Callable[..., tuple[Tensor, ...]], **given: Any) -> Tensor:
 def _alike(attention: nn.Module, like: Tensor, forms: Sequence[Callable[..., Tensor]]) -> bool:
     """Return whether functions with an attention module's arguments compute and write the same over a small pool."""
     own: Any = attention
-    layer: int = own.layer_idx
-    if own.v_proj.out_features != own.k_proj.out_features:
+    sizes = AttentionSizes.of(attention)
+    if sizes is None:
         return False
-    return all(_alike_in(this, own, layer, like, forms) for this in _small_passes(like.device))
+    return all(_alike_in(this, sizes, own.layer_idx, like, forms) for this in _small_passes(like.device))
 
 
 def _alike_in(
-    this: DevicePass | PackedPass, own: Any, layer: int, like: Tensor, forms: Sequence[Callable[..., Tensor]]
+    this: DevicePass | PackedPass,
+    sizes: AttentionSizes,
+    layer: int,
+    like: Tensor,
+    forms: Sequence[Callable[..., Tensor]],
 ) -> bool:
     """Return whether functions compute and write the same in one pass over a small pool."""
     from transformers.cache_utils import Cache as TransformersCache
 
     from draftproof.models.hf import PoolLayer
 
-    device, dtype, size = like.device, like.dtype, own.head_dim
+    device, dtype, size = like.device, like.dtype, sizes.size
     slots, positions = this.slots, this.positions.flatten()
     angle = positions[:, None].float() * torch.linspace(0.1, 1.0, size // 2, device=device)
     embeddings = tuple(f(torch.cat([angle, angle], -1)).to(dtype)[None] for f in (torch.cos, torch.sin))
     scale = torch.linspace(0.5, 1.5, 6, device=device, dtype=dtype)[:, None]
-    hidden = _numbers((own.q_proj.in_features,), like)[:1].expand(6, -1) * scale
+    hidden = _numbers((sizes.inputs,), like)[:1].expand(6, -1) * scale
     mask = next(iter(this.placeholders().values()))
     outputs = []
     token = running.set(this)
     try:
         for form in forms:
-            shape = (24, own.k_proj.out_features // size, size)
+            shape = (24, sizes.kv_heads, size)
             keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             past = TransformersCache(layers=[PoolLayer(keys, values, slots)] * (layer + 1))
             result = form(
-                hidden_states=hidden[None], position_embeddings=embeddings, attention_mask=mask, past_key_values=past
+                hidden_states=hidden[None],
+                position_embeddings=embeddings,
+                attention_mask=mask,
+                past_key_values=past,
+                position_ids=positions[None] + FAR,  # for a module that does more with positions than to rotate
             )
             outputs.append((result.view(2, 3, -1)[:, :2], keys[:10], values[:10]))
     except Exception:  # a module that wants other arguments is not what it looks like

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from draftproof.core.device import runs_kernels
 from draftproof.models.cpu_linear import PackedLinear
 from draftproof.models.fused_layer import fuse_sums
-from draftproof.models.fused_modules import FusedAttention, FusedMLP, FusedNorm, MergedLinear, serves, share_storage
+from draftproof.models.fused_modules import FusedAttention, FusedMLP, MergedLinear, share_storage
+from draftproof.models.fused_norm import FusedNorm, serves
 from draftproof.models.heap import trim_heap
 from draftproof.models.rotary_table import RotaryTable
 from draftproof.models.weight_sharing import decoder_stack

@@ -28,11 +28,15 @@ def rms_norm(
     *,
     plus_one: bool = False,
     round_first: bool = True,
+    out: Float[Tensor, "*B H"] | None = None,
 ) -> Float[Tensor, "*B H"]:
     """Return x normalised by the root of its mean square and scaled by `weight`, or 1 + `weight`.
 
     round_first  is for narrower dtypes: float32 is rounded nowhere
+    out          where the result is written, x itself or a part of it included; None: new memory
     """
+    if out is not None:
+        return out.copy_(rms_norm(x, weight, eps, plus_one=plus_one))
     compiled, size = compiled_layer(), x.shape[-1]
     if compiled is None:
         return torch_rms_norm(x, (size,), weight + 1 if plus_one else weight, eps)
@@ -51,10 +55,24 @@ def sum_and_norm(
     *,
     plus_one: bool = False,
     round_first: bool = True,
+    factor: float = 1.0,
 ) -> tuple[Float[Tensor, "*B H"], Float[Tensor, "*B H"]]:
-    """Return x + added, and its `rms_norm`: two calls, of which the sum is the short one."""
-    total = x + added
+    """Return x + factor · added, and its `rms_norm`: two calls, of which the sum is the short one."""
+    total = x + (added if factor == 1 else added * factor)
     return total, rms_norm(total, weight, eps, plus_one=plus_one, round_first=round_first)
+
+
+def norm_and_sum(
+    residual: Float[Tensor, "*B H"],
+    x: Float[Tensor, "*B H"],
+    weight: Float[Tensor, " H"],
+    eps: float,
+    *,
+    plus_one: bool = False,
+    round_first: bool = True,
+) -> Float[Tensor, "*B H"]:
+    """Return residual + the `rms_norm` of x."""
+    return residual + rms_norm(x, weight, eps, plus_one=plus_one, round_first=round_first)
 
 
 def gate(both: Float[Tensor, "*B wide"], *, tanh: bool = False) -> Float[Tensor, "*B I"]:

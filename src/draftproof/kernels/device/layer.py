@@ -8,30 +8,37 @@ import triton.language as tl
 
 @triton.jit
 @no_type_check
-def rms_norm(x, added, weight, total, out, stride, added_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr,
-             PLUS_ONE: tl.constexpr, ROUND_FIRST: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+def rms_norm(x, added, weight, total, out, stride, added_stride, out_stride, eps, factor, H: tl.constexpr,
+             BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr, ROUND_FIRST: tl.constexpr, ADD: tl.constexpr,
+             TO: tl.constexpr):  # fmt: skip
     """Normalise one row by the root of its mean square, and scale it by `weight`, or by 1 + `weight`.
 
     ROUND_FIRST: the normalised numbers are rounded to the dtype before they are scaled, as Llama does.
-    ADD: the row is x + added, rounded to the dtype, and is written to `total`.
+    ADD: the row is x + factor · added, rounded to the dtype after each step, and is written to `total`.
+    TO: the result is what is made of x, added to `added`.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = i < H
     numbers = tl.load(x + row * stride + i, mask=inside, other=0.0)
-    if ADD:
+    more = numbers
+    if ADD or TO:
         more = tl.load(added + row * added_stride + i, mask=inside, other=0.0)
-        numbers = (numbers.to(tl.float32) + more.to(tl.float32)).to(numbers.dtype)
+    if ADD:
+        scaled = (more.to(tl.float32) * factor).to(numbers.dtype)
+        numbers = (numbers.to(tl.float32) + scaled.to(tl.float32)).to(numbers.dtype)
         tl.store(total + row * H + i, numbers, mask=inside)
     wide = numbers.to(tl.float32)
     normal = wide * tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
-    factor = tl.load(weight + i, mask=inside, other=0.0)
+    scale = tl.load(weight + i, mask=inside, other=0.0)
     if PLUS_ONE:
-        made = normal * (1.0 + factor.to(tl.float32))
+        made = normal * (1.0 + scale.to(tl.float32))
     elif ROUND_FIRST:
-        made = factor.to(tl.float32) * normal.to(numbers.dtype).to(tl.float32)
+        made = scale.to(tl.float32) * normal.to(numbers.dtype).to(tl.float32)
     else:
-        made = factor.to(tl.float32) * normal
-    tl.store(out + row * H + i, made.to(numbers.dtype), mask=inside)
+        made = scale.to(tl.float32) * normal
+    if TO:
+        made = made.to(numbers.dtype).to(tl.float32) + more.to(tl.float32)
+    tl.store(out + row * out_stride + i, made.to(numbers.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n", "position_stride"])
