@@ -50,7 +50,10 @@ def inside_layers(dtype: torch.dtype) -> None:
     x, weight = torch.empty(5, 64, dtype=dtype), torch.empty(64, dtype=dtype)
     for plus_one, round_first in ((False, True), (False, False), (True, False)):
         layer.rms_norm(x, weight, 1e-6, plus_one=plus_one, round_first=round_first)
-        layer.sum_and_norm(x, x, weight, 1e-6, plus_one=plus_one, round_first=round_first)
+        layer.sum_and_norm(x, x, weight, 1e-6, plus_one=plus_one, round_first=round_first, factor=0.22)
+        layer.norm_and_sum(x, x, weight, 1e-6, plus_one=plus_one, round_first=round_first)
+    part = torch.empty(5, 200, dtype=dtype)[:, 8:72]
+    layer.rms_norm(part, weight, 1e-6, out=part)
     for tanh in (False, True):
         layer.gate(x, tanh=tanh)
     layer.rotate(torch.empty(2, 4, 5, 16, dtype=dtype), torch.zeros((2, 5), dtype=torch.long), torch.empty(8))

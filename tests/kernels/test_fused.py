@@ -43,8 +43,8 @@ FAMILIES = {
     "gemma3_text": Fusion(norms=13, attentions=2, gates=2, layers=2, rotary=True),
     "gpt_neox": Fusion(),
 }
-"""What is replaced. OLMo 2 norms all heads at once and, like EXAONE 4, what attention and MLP return; Phi-3's weights are
-merged already; Granite scales what it adds; Mixtral's experts are kept as they are."""
+"""What is replaced. OLMo 2 norms all heads at once and, like EXAONE 4, what attention and MLP return; Phi-3's weights
+are merged already; Granite scales what it adds; Mixtral's experts are kept as they are."""
 
 MORE = {"granite": {"residual_multiplier": 0.22}, "phi3": {"partial_rotary_factor": 0.5}}
 MERGED_WEIGHTS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "gate", "up"))
