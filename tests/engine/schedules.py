@@ -13,7 +13,8 @@ from draftproof.core.sampling import SamplingParams
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NGram
-from draftproof.engine.engine import Engine, Limits
+from draftproof.engine.engine import Engine
+from draftproof.engine.limits import Limits
 from draftproof.engine.request import Session
 from draftproof.models.extents import PAGE
 from draftproof.models.head.network import FittedHead

@@ -19,7 +19,8 @@ from draftproof.core.types import Draft, History
 from draftproof.drafters.head import HeadDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.sample import Draws
-from draftproof.engine.engine import Engine, Limits
+from draftproof.engine.engine import Engine
+from draftproof.engine.limits import Limits
 from draftproof.models.cpu_linear import pack, packable
 from draftproof.models.head.network import FittedHead, Head
 from draftproof.models.head.taps import shape_for

@@ -17,7 +17,8 @@ from draftproof.engine.draft_length import (
     DraftRecord,
     best_lengths,
 )
-from draftproof.engine.engine import Engine, Limits
+from draftproof.engine.engine import Engine
+from draftproof.engine.limits import Limits
 from draftproof.engine.request import Request, Session
 from engine.scripted import ScriptedDrafter, cycle
 from engine.tiny import PROMPT, llama, neighbour

@@ -10,7 +10,7 @@ import torch
 import draftproof as dp
 from draftproof.drafters.head import HeadDrafter
 from draftproof.engine.beam_search import check_beams
-from draftproof.engine.engine import Limits
+from draftproof.engine.limits import Limits
 from draftproof.engine.request import budgets_of
 from draftproof.rules.lossy import lenient
 from engine.tiny import PROMPT, V, llama, neighbour

@@ -68,7 +68,7 @@ def test_texts_are_the_same_with_and_without_reuse(kind, shared):
 
     def texts(reuse):
         engine = open_engine(kind)
-        engine._loop.scheduler.reuse_prefixes = reuse
+        engine._loop.scheduler.prefixes.enabled = reuse
         outputs = [run(engine, prompt, replace(SEEDED, seed=i)) for i, prompt in enumerate(prompts)]
         return [output.tokens for output in outputs], [output.stats.cached_tokens for output in outputs]
 

@@ -9,7 +9,8 @@ import transformers as tf
 import draftproof as dp
 from draftproof.core.sampling import SamplingParams
 from draftproof.core.types import InexactError
-from draftproof.engine.engine import Engine, Limits
+from draftproof.engine.engine import Engine
+from draftproof.engine.limits import Limits
 from draftproof.models.toy import Toy
 from engine.plain_distribution import next_distributions
 from engine.scripted import CountingTarget, ScriptedDrafter, cycle

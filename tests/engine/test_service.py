@@ -534,7 +534,7 @@ def test_prompts_that_come_together_are_read_together_beside_a_stream():
     """One chunk of a lone prompt beside a stream, a chunk for each of several, and eight at most."""
     engine = open_engine("none", pages=200, max_batch=16)
     scheduler = engine._loop.scheduler
-    scheduler.reuse_prefixes = False  # prompts that begin alike would wait for each other
+    scheduler.prefixes.enabled = False  # prompts that begin alike would wait for each other
     streamed = engine.prepare(PROMPTS[0], S(seed=0), max_tokens=40)
     streamed.listener = lambda chunk: None
     engine._loop.submit([streamed])

@@ -3,7 +3,8 @@
 import pytest
 
 import draftproof as dp
-from draftproof.engine.engine import Engine, Limits
+from draftproof.engine.engine import Engine
+from draftproof.engine.limits import Limits
 from draftproof.models.toy import Toy
 from engine.scripted import ScriptedDrafter, cycle
 from engine.tiny import PROMPT, llama, neighbour

@@ -6,7 +6,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from draftproof.core.sampling import SamplingParams
-from draftproof.engine.engine import Engine, Limits
+from draftproof.engine.engine import Engine
+from draftproof.engine.limits import Limits
 from draftproof.models.extents import PAGE
 from draftproof.models.hf import HFModel
 from draftproof.models.pool import KVPool, LayerShape, PoolFull, pages_within

@@ -14,10 +14,21 @@ from draftproof.drafters.interface import Drafter, check_sampling
 from draftproof.engine.beam_search import check_beams
 from draftproof.engine.draft_length import check_length
 from draftproof.engine.grammar import end_later
+from draftproof.engine.limits import Limits
 from draftproof.engine.loop import Loop
-from draftproof.engine.request import Allowed, Chunk, Output, Request, Session, budgets_of, raise_error, refused_session
+from draftproof.engine.request import (
+    Allowed,
+    Chunk,
+    Encoder,
+    Output,
+    Request,
+    Session,
+    budgets_of,
+    raise_error,
+    refused_session,
+)
 from draftproof.engine.round import Emitted, parts
-from draftproof.engine.scheduler import Encoder, Limits, scheduler_for
+from draftproof.engine.scheduler import scheduler_for
 from draftproof.engine.stop import TextStream, cut
 from draftproof.models.interface import Model
 from draftproof.models.tokenizer import Detokenizer, OnePrompt, Prompt, Tokenizer, each, encode

@@ -11,7 +11,8 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.registry import AUTO, NAMES, default_branches, is_name, resolve, split_way
 from draftproof.drafters.slem import SLEM
 from draftproof.drafters.tli import TLI
-from draftproof.engine.engine import Engine, Limits
+from draftproof.engine.engine import Engine
+from draftproof.engine.limits import Limits
 from draftproof.models import bundled
 from draftproof.models.compatibility import same_vocabulary
 from draftproof.models.interface import Model

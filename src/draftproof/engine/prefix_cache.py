@@ -38,6 +38,8 @@ class PrefixCache:
     """The idle prefixes by row, least recently used first."""
 
     idle: OrderedDict[int, IdlePrefix] = field(default_factory=OrderedDict)
+    enabled: bool = True
+    """False: no row stays as an idle prefix, and no prefix is taken over."""
 
     def add(self, session: Session, length: int) -> None:
         """Keep a finished row's first `length` tokens."""
@@ -54,7 +56,7 @@ class PrefixCache:
 
     def longest(self, session: Session, active: Sequence[Session], rows: Rows) -> Found | None:
         """Return the row that holds most of the prompt in whole chunks; None if none holds a chunk."""
-        if len(session.request.prompt) - 2 < PAGE:
+        if not self._may_reuse(session, rows):
             return None
         held = [
             (row, prefix.tokens, len(prefix.tokens), prefix.whole_chunks) for row, prefix in reversed(self.idle.items())
@@ -72,10 +74,16 @@ class PrefixCache:
     def most_shared(self, session: Session, others: Sequence[Session], rows: Rows) -> int:
         """Return how many tokens of the prompt, in whole chunks, one of these prompts begins with."""
         own = session.request.prompt
-        if len(own) - 2 < PAGE:
+        if not self._may_reuse(session, rows):
             return 0
         most = max((_shared_pages(own, s.request.prompt) for s in others if s is not session), default=0)
         return _whole(most, session, rows)
+
+    def _may_reuse(self, session: Session, rows: Rows) -> bool:
+        """Return whether a prompt is long enough, and not read in full because its log-probabilities are asked for."""
+        if not self.enabled or not rows.shares_prefixes or session.request.prompt_logprobs is not None:
+            return False
+        return len(session.request.prompt) - 2 >= PAGE
 
 
 def _whole(tokens: int, session: Session, rows: Rows) -> int:

@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 from jaxtyping import Bool
 from torch import Tensor
@@ -114,6 +114,14 @@ class TokenLogprobs:
     logprob: float
     drawn: float | None
     top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """A target with an encoder: a request's prompt is the encoder's input, and the decoder starts from `start`."""
+
+    @property
+    def start(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

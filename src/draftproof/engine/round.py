@@ -64,6 +64,24 @@ class Emitted:
     """What a caller's own code raised, if that is the fault."""
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedRound:
+    """A round whose results the host knows: its rows, and what it emitted for each.
+
+    asked       draft tokens asked for, by row
+    drawn       draft tokens that were drawn, by row; more than a row has where all rows draw as many
+    seconds     the time of each stage
+    is_typical  whether its time says something about later rounds: nothing was recorded, and no prompt was read
+    """
+
+    sessions: list[Session]
+    emitted: list[Emitted]
+    asked: list[int]
+    drawn: list[int]
+    seconds: dict[str, float]
+    is_typical: bool
+
+
 def advance(
     sessions: Sequence[Session],
     k: Sequence[int],

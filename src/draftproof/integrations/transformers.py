@@ -29,10 +29,11 @@ from draftproof.core.types import InexactError
 from draftproof.drafters.interface import check_sampling
 from draftproof.drafters.registry import default_branches, is_name
 from draftproof.engine.draft_length import check_length
+from draftproof.engine.limits import Limits
 from draftproof.engine.load import as_drafter
-from draftproof.engine.request import Request, Session
+from draftproof.engine.request import Encoder, Request, Session
 from draftproof.engine.round import Emitted, parts
-from draftproof.engine.scheduler import Encoder, Limits, Scheduler, scheduler_for
+from draftproof.engine.scheduler import Scheduler, scheduler_for
 from draftproof.integrations.transformers_rows import ProcessedDistributions, TokenMatrix, apply_criteria
 from draftproof.models.fingerprint import PerModel
 from draftproof.models.interface import Model

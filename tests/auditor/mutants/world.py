@@ -12,7 +12,8 @@ import transformers as tf
 from draftproof.drafters.interface import Drafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.prompt_lookup import PromptLookup
-from draftproof.engine.engine import Engine, Limits
+from draftproof.engine.engine import Engine
+from draftproof.engine.limits import Limits
 from draftproof.models.hf import HFModel
 from draftproof.models.interface import Model
 from engine.tiny import llama
