@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "rules": {"core", "kernels"},
     "models": {"core", "kernels"},
     "drafters": {"core", "kernels", "models"},
-    "engine": {"core", "rules", "models", "drafters"},
+    "engine": {"core", "kernels", "rules", "models", "drafters"},
     "auditor": {"core", "rules", "models"},
     "bench": {"core", "rules", "models", "drafters", "engine"},
     "explain": {"core", "rules", "models", "drafters", "engine"},
