@@ -48,13 +48,14 @@ def test_where_the_tokens_of_a_pass_are(B, T, device):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("K", [1, 4, 32])
 def test_what_a_drafter_is_given(K, seed, device):
-    table = a_table(6, device, seed)
-    ready = (random(0, 2, COLUMNS, seed=seed) == 1).to(device)[:6]
+    table = a_table(5, device, seed)
+    ready = (random(0, 2, COLUMNS, seed=seed) == 1).to(device)[:5]
     for behind_text, among in ((1, None), (2, ready)):
         options = {"vocab_size": 30, "behind_text": behind_text, "ready": among}
         made = round_steps.begin_draft(table, K, **options)
         same(made, reference.begin_draft(table, K, **options))
     assert not made.most[~ready].any()
+    assert all(step.is_contiguous() and step.data_ptr() % 16 == 0 for step in made.places)
 
 
 @pytest.mark.parametrize("kind", ["plain", "some greedy", "a part of the vocabulary", "both"])

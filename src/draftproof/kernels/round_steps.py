@@ -106,7 +106,8 @@ def begin_draft(
     from draftproof.kernels.device import round_steps as device
 
     B = table.shape[1]
-    made = Steps(table.new_empty(B), table.new_empty((B, 2)), table.new_empty((K, 3, B)))
+    # A fourth line for each step, so that all begin at a multiple of 16 bytes: attention is compiled for alignments.
+    made = Steps(table.new_empty(B), table.new_empty((B, 2)), table.new_empty((K, 4, B))[:, :3])
     with current_device(table.device):
         device.begin_draft[(B,)](
             table, table if ready is None else ready, table.stride(0), K, vocab_size, behind_text, *made,

@@ -63,7 +63,7 @@ def begin_draft(
     tl.store(tokens + 2 * b + 1, tl.where(last < R, last, 0))
 
     j = tl.arange(0, BLOCK)
-    inside, line = j < K, places + j * 3 * B + b
+    inside, line = j < K, places + j * 4 * B + b
     start = tl.load(table + DRAFT * N + b)
     tl.store(line, start + tl.zeros([BLOCK], tl.int64), mask=inside)
     tl.store(line + B, tl.where(j == 0, length - behind, length - behind_text + j), mask=inside)
