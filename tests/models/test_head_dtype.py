@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 
+from draftproof.core import device as core_device
+from draftproof.models.fused_modules import FusedMLP
 from draftproof.models.head import attach, attach_published
 from draftproof.models.head.attach import dtype_on
 from draftproof.models.head.attach_published import fitted_dflash, fitted_eagle3
@@ -103,3 +105,20 @@ def test_heads_that_were_trained_here(in_dtype):
 
 def test_a_cpu_computes_in_float32():
     assert dtype_on(llama.__wrapped__().bfloat16()) == torch.float32
+
+
+@torch.no_grad()
+def test_gated_layers_of_published_heads_are_fused_where_kernels_run(in_dtype, tmp_path, monkeypatch):
+    """In Triton's interpreter: the same logits from merged weights, of which the head has one copy."""
+    pytest.importorskip("triton")
+    in_dtype(torch.float32)
+    name = EAGLE3[0]
+    folder, model = reference.written("eagle3", name, tmp_path), tiny_target(VOCABULARY, hidden_of(name), LAYERS)
+    plain = fitted_eagle3(folder, copy.deepcopy(model))
+    wanted = eagle3_logits(plain, plain.head.shape.target_hidden, late=20)
+    monkeypatch.setattr(core_device, "KERNEL_DEVICES", ("cpu",))
+    fused = fitted_eagle3(folder, copy.deepcopy(model))
+    assert any(isinstance(part, FusedMLP) for part in fused.head.modules())
+    sizes = [sum(weight.numel() for weight in head.head.parameters()) for head in (plain, fused)]
+    assert sizes[0] == sizes[1]
+    assert (eagle3_logits(fused, fused.head.shape.target_hidden, late=20) - wanted).abs().max() < 1e-4

@@ -86,6 +86,18 @@ def _look_up_angles(parent: nn.Module, positions: int | None, model: PreTrainedM
     return table is not None
 
 
+@torch.no_grad()
+def fuse_gates(network: nn.Module) -> int:
+    """Replace the gated MLPs of a network of ours by fused ones, which have the only copy of their weights."""
+    made = 0
+    for parent in list(network.modules()):
+        for name, child in list(parent.named_children()):
+            if (gated := FusedMLP.of(child)) is not None:
+                setattr(parent, name, gated)
+                made += 1
+    return made
+
+
 def _is_worthwhile(model: PreTrainedModel) -> bool:
     """Return whether a model runs kernels or has packed layers: around unpacked products little would be saved."""
     return runs_kernels(model.device) or any(type(module) is PackedLinear for module in model.modules())

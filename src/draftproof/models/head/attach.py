@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from draftproof.core.device import runs_kernels
 from draftproof.core.distribution import DraftVocab
 from draftproof.models.compatibility import head_size
 from draftproof.models.compiled_pass import compile_linears, compiled_refusal, fits_compiled_int8
@@ -79,6 +80,10 @@ def laid_out(
     for weight in network.parameters():  # not buffers: angles of positions need all their bits
         weight.data = weight.data.to(dtype)
     rows = nn.Sequential(linear_on(output.to(device=device, dtype=dtype).contiguous()).requires_grad_(False))
+    if runs_kernels(device):
+        from draftproof.models.fused import fuse_gates  # imports transformers, which a CPU's drafts do without
+
+        fuse_gates(network)
     for part in (network, rows):
         if runs_int4(model) and _quantise(part):
             compile_linears(part)

@@ -146,6 +146,6 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=shape.mlp_bias)
         self.activation = ACT2FN[shape.activation]
 
-    def forward(self, x: Float[Tensor, "B n H"]) -> Float[Tensor, "B n H"]:
+    def forward(self, x: Float[Tensor, "*N H"]) -> Float[Tensor, "*N H"]:
         result: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
         return result
