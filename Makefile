@@ -60,6 +60,8 @@ test-gpu:
 	PYTHONPATH=src python3 -m pytest -c tests/kernels/gpu.ini --confcutdir=tests/kernels -p no:cacheprovider -m gpu \
 		tests/kernels tests/core tests/models/test_hf.py tests/engine/test_cuda.py \
 		tests/drafters/test_head.py tests/drafters/test_model.py
+	PYTHONPATH=src python3 -m pytest -c tests/kernels/gpu.ini --confcutdir=tests/kernels -p no:cacheprovider \
+		tests/kernels/test_round_steps.py tests/kernels/test_rotate.py tests/kernels/test_fused.py
 
 controls: $(READY)
 	$(TEST) tests/test_controls.py --write-controls

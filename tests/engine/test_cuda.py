@@ -258,9 +258,9 @@ TEXTS, ALPHA = 9_000, 1e-6
 The same rounds are examined with more texts without a GPU (test_device_round.py)."""
 
 
-def sampled(rule, drafter="model"):
+def sampled(rule, drafter="model", dtype=torch.float32):
     """Sample texts whose first three tokens come from rounds that stay on the device."""
-    model = llama.__wrapped__().cuda()
+    model = llama.__wrapped__().to("cuda", dtype)
     engine = dp.load(model, drafter_of(drafter, model), rule=rule, num_draft_tokens=3, max_batch=256)
     return [sample_texts(engine, PROMPT, [sampling], TEXTS // len(LAW), length=3, budget=9) for sampling in LAW]
 
@@ -280,6 +280,16 @@ def test_rounds_that_stay_on_the_device_give_the_target_s_distribution(name, rul
     found = sampled(rule, name)
     assert all(each.drafting_mattered for each in found)
     assert len(launched) > 100
+    assert min(p_values(found)) > ALPHA
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("name", ["head", "published head"])
+def test_a_head_that_computes_in_bfloat16_leaves_the_distribution_as_it_is(name, monkeypatch):
+    """The law is that of float32: what bfloat16 rounds in the target is far less than what is found."""
+    monkeypatch.setattr(batches, "advance", None)  # the host follows no round
+    found = sampled("block", name, torch.bfloat16)
+    assert all(each.drafting_mattered for each in found)
     assert min(p_values(found)) > ALPHA
 
 
