@@ -75,7 +75,7 @@ def fuse(model: PreTrainedModel, positions: int | None = None) -> Fusion:
 
 
 def _look_up_angles(parent: nn.Module, positions: int | None, model: PreTrainedModel) -> bool:
-    """Replace the rotary embedding of a stack of layers by a table, on a GPU; on a CPU eight calls cost little."""
+    """Replace the rotary embedding of a stack of layers by a table, on a GPU; on a CPU its calls cost little."""
     embedding = getattr(parent, "rotary_emb", None)
     if not isinstance(embedding, nn.Module) or not runs_kernels(model.device):
         return False

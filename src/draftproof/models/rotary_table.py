@@ -1,4 +1,4 @@
-"""Look cosines and sines up by position: one kernel a pass where a rotary embedding computes them in eight.
+"""Look cosines and sines up by position: one kernel a pass where a rotary embedding computes them in seven or more.
 
 Only for embeddings in which a position's angles depend on nothing else. Those that change with the length of the text
 (dynamic NTK, LongRoPE) give other numbers beside a late position, and stay as they are.
