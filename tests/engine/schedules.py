@@ -1,7 +1,7 @@
 """Run a random schedule of requests through an engine, with checks of every page after every step."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -31,16 +31,19 @@ MAX_STEPS = 3000
 
 
 class FaultyModel(HFModel):
-    """A model whose scores are NaN in the rows whose extents start at one of `broken`."""
+    """A model whose scores are NaN in the rows whose extents start at one of `broken()`.
 
-    broken: frozenset[int] = frozenset()
+    That is asked for in every pass: rows move within a round, and a sound one may enter where a broken one was.
+    """
+
+    broken: Callable[[], frozenset[int]] = frozenset
 
     def packed(self, this, keys, values, *, scored, layers=()):
         logits, hidden = super().packed(this, keys, values, scored=scored, layers=layers)
-        if self.broken and isinstance(scored, int):
+        if (broken := self.broken()) and isinstance(scored, int):
             logits, at = logits.clone(), len(logits) - len(this.tokens)
             for span in this.spans:
-                if span.start in self.broken:
+                if span.start in broken:
                     logits[max(0, at) : max(0, at + span.width)] = torch.nan
                 at += span.width
         return logits, hidden
@@ -54,12 +57,12 @@ def target() -> HFModel:
 class FaultyHybrid(HybridModel):
     """A hybrid with the same fault."""
 
-    broken: frozenset[int] = frozenset()
+    broken: Callable[[], frozenset[int]] = frozenset
 
     def __call__(self, tokens, cache, **options):
         forward = super().__call__(tokens, cache, **options)
-        if self.broken and isinstance(cache.slots, PooledSlots):
-            forward.logits[[row.extent.start in self.broken for row in cache.slots._rows]] = torch.nan
+        if (broken := self.broken()) and isinstance(cache.slots, PooledSlots):
+            forward.logits[[row.extent.start in broken for row in cache.slots._rows]] = torch.nan
         return forward
 
 
@@ -287,11 +290,11 @@ class Schedule:
     def step(self) -> None:
         rows, model = self.scheduler.rows.pool.rows, self.engine.model
         ids = [session.id for wanted, session in self.submitted if wanted.fault == "scores"]
-        model.broken = frozenset(rows[name].extent.start for name in ids if name in rows)
+        model.broken = lambda: frozenset(rows[name].extent.start for name in ids if name in rows)
         try:
             self.engine._loop.step()
         finally:
-            model.broken = frozenset()
+            model.broken = frozenset
         self.steps += 1
         self.check_pages()
 

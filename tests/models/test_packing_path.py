@@ -19,6 +19,9 @@ apertus seed_oss bitnet jetmoe diffllama dots1 minimax_m2 vaultgemma flex_olmo h
 
 RECTANGULAR = ["stablelm", "gptj", "codegen", "bloom", "falcon", "xglm", "biogpt"]
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+"""transformers' GPTBigCode compiles functions so when it is imported."""
+
 COMMON = ("llama", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gpt2", "qwen3_moe", "falcon")
 """Families in the default tests; the others are marked slow."""
 
