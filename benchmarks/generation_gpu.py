@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -142,11 +143,8 @@ def busy_times() -> Iterator[list[float]]:
         ended = time.perf_counter()
         return numbers
 
-    AsyncCopy.read = timed  # type: ignore[method-assign]
-    try:
+    with patch.object(AsyncCopy, "read", timed):
         yield busy
-    finally:
-        AsyncCopy.read = read  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -160,11 +158,8 @@ def flights() -> Iterator[list[Flight]]:
             found.append(flight)
         return flight
 
-    DeviceRounds.launch = kept  # type: ignore[method-assign]
-    try:
+    with patch.object(DeviceRounds, "launch", kept):
         yield found
-    finally:
-        DeviceRounds.launch = launch  # type: ignore[method-assign]
 
 
 def gaps(found: list[Flight]) -> dict[str, float]:

@@ -163,10 +163,10 @@ def conclude(table: Int[Tensor, "9 B"], verdict: Rows, lengths: Int[Tensor, " B"
 
     B, J = verdict.tokens.shape
     made = Concluded(table.new_empty((B, J + 4)), table.new_empty(B))
-    reading = {"later": device.ALL_NEW, "at once": device.NEVER, "when it drafts": device.LAST_DRAWN}[reads]
+    names = {"later": device.READS_LATER, "at once": device.READS_AT_ONCE, "when it drafts": device.READS_DRAFTING}
     with current_device(table.device):
         device.conclude[(B,)](
             table, verdict.tokens.contiguous(), verdict.accepted, verdict.faults, lengths.contiguous(),
-            table.stride(0), J, *made, READS=reading.value, BLOCK=WIDEST, num_warps=1,
+            table.stride(0), J, *made, READS=names[reads].value, BLOCK=WIDEST, num_warps=1,
         )  # fmt: skip
     return made

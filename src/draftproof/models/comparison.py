@@ -18,6 +18,11 @@ FAR: Final = 2**20
 """A late position: scales of attention that grow with it (Llama 4) are 1 for the first thousands."""
 
 
+def example_of(linear: Any) -> Tensor:
+    """Return a tensor with the device and dtype of a linear layer's input."""
+    return linear.weight if isinstance(linear, nn.Linear) else torch.empty(0)
+
+
 def _numbers(shape: tuple[int, ...], like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn((3, *shape), generator=generator).to(like.device, like.dtype)
@@ -54,13 +59,12 @@ def computes_alike(
     following  the norm that reads the layer's result, which one of them may have computed; None: another layer does
     """
     own: Any = attention
-    weight = own.o_proj.weight if isinstance(own.o_proj, nn.Linear) else torch.empty(0)
 
     def and_norm(form: Callable[..., Tensor], **given: Any) -> Tensor:
         states = form(given.pop("hidden_states"), **given)
         return states if following is None else torch.cat([states, following(states)], -1)
 
-    return _alike(attention, weight, [partial(and_norm, form) for form in (layer, made)])
+    return _alike(attention, example_of(own.o_proj), [partial(and_norm, form) for form in (layer, made)])
 
 
 class AttentionSizes(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from draftproof.core.device import runs_kernels
-from draftproof.models.comparison import AttentionSizes, attends_alike, computes_the_same
+from draftproof.models.comparison import AttentionSizes, attends_alike, computes_the_same, example_of
 from draftproof.models.cpu_linear import PackedLinear, join, joinable
 from draftproof.models.device_pass import DevicePass
 from draftproof.models.fused_norm import FusedNorm, is_hooked, steps_of
@@ -48,7 +48,7 @@ class FusedMLP(nn.Module):
             if parts is None or not _has_only(module, *names) or is_hooked(module):
                 continue
             *joined, down = parts
-            like = _example(down)
+            like = example_of(down)
             for tanh in (False, True):
                 tried = cls(_Beside(joined), down, tanh, like.device)
                 if computes_the_same(module, tried, (joined[0].in_features,), like):
@@ -91,7 +91,7 @@ class FusedAttention(nn.Module):
             return None
         if norms != [None, None] and not _norm_heads(norms, sizes):
             return None
-        like = _example(parts[0])
+        like = example_of(parts[0])
         tried = cls(module, _Beside(parts[:-1]), sizes, like.device)
         return cls(module, _join(parts[:-1]), sizes, like.device) if attends_alike(module, tried, like) else None
 
@@ -196,11 +196,6 @@ def _join(linears: Sequence[Any]) -> nn.Module:
         whole: nn.Module = linears[0]
         return whole
     return join(linears) if isinstance(linears[0], PackedLinear) else MergedLinear(linears)
-
-
-def _example(linear: Any) -> Tensor:
-    """Return a tensor with the device and dtype of a linear layer's input."""
-    return linear.weight if isinstance(linear, nn.Linear) else torch.empty(0)
 
 
 def _is_written(layer: Any) -> bool:

@@ -17,7 +17,8 @@ class FusedNorm(nn.Module):
     def __init__(self, weight: Tensor, eps: float, plus_one: bool, round_first: bool) -> None:
         super().__init__()
         self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), eps
-        self.plus_one, self.round_first = plus_one, round_first
+        self.plus_one = plus_one
+        self._options = {"plus_one": plus_one, "round_first": round_first}
         steps = steps_of(weight.device)
         self.step, self.sum_step, self.step_and_sum = steps.rms_norm, steps.sum_and_norm, steps.norm_and_sum
         self.ready: tuple[Tensor, Tensor] | None = None
@@ -61,10 +62,6 @@ class FusedNorm(nn.Module):
         """Return residual + the norm of x."""
         made: Tensor = self.step_and_sum(residual, x, self.weight, self.variance_epsilon, **self._options)
         return made
-
-    @property
-    def _options(self) -> dict[str, bool]:
-        return {"plus_one": self.plus_one, "round_first": self.round_first}
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:

@@ -19,10 +19,10 @@ END = tl.constexpr(_table.END)
 MOST = tl.constexpr(_table.MOST)
 LIMIT = tl.constexpr(_table.LIMIT)
 
-# How far behind its text a drafter is after a round (`conclude`)
-ALL_NEW = tl.constexpr(0)  # by all that was emitted: nothing was drafted
-NEVER = tl.constexpr(1)  # as before: a head reads in the round itself
-LAST_DRAWN = tl.constexpr(2)  # by the last token, and by the one before if it drew that one
+# When a drafter reads what a round emitted (`round_steps.Reads`), and so how far it is behind its text then
+READS_LATER = tl.constexpr(0)  # by all that was emitted: nothing was drafted
+READS_AT_ONCE = tl.constexpr(1)  # as before: a head reads in the round itself
+READS_DRAFTING = tl.constexpr(2)  # by the last token, and by the one before if it drew that one
 
 
 @triton.jit(do_not_specialize=["scratch", "last_position", "T"])
@@ -125,9 +125,9 @@ def conclude(table, kept, accepted, faults, lengths, N, J, emitted, counts, READ
     alive = length < end
     fault = alive & (tl.load(faults + b) != 0)
     count = tl.where(alive & (fault == 0), right + 1, 0)
-    if READS == ALL_NEW:
+    if READS == READS_LATER:
         behind += count
-    elif READS == LAST_DRAWN:
+    elif READS == READS_DRAFTING:
         whole = (drafted > 0) & (right == drafted)
         behind = tl.where(count > 0, 1 + whole.to(tl.int64), behind)
     token = tl.load(kept + b * J + i, mask=inside, other=PAD)
